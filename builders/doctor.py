@@ -24,6 +24,7 @@ from hdtool.data.memory import available_memory
 from hdtool.data.progress import abbreviated, count_of
 from hdtool.data.prompts import Prompt
 from hdtool.data.stores.home import StoredItem, stored_items
+from hdtool.data.stores.kinds import MODEL_KIND
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.answerer import Answerer
@@ -249,7 +250,7 @@ def _store(item: StoredItem) -> Finding:
     if item.fault:
         return Finding(item.name, item.fault, FIX, f"build it again, or hdtool stores remove {item.name}")
     tokens = f", {item.tokens:,} tokens" if item.tokens is not None else ""
-    if item.kind == "model" and not item.model:
+    if item.kind == MODEL_KIND and not item.model:
         command = f"hdtool build-model-db --model MODEL --from {item.folder}"
         return Finding(item.name, f"names no model, so none finds it{tokens}", NOTE, command)
     whose = item.model.name if item.model else f"any model of the tokenizer {item.tokenizer}"

@@ -248,7 +248,7 @@ def _documents(
     """Return the folders to export, an iterator over their documents, and the documents' total number of tokens."""
     found = Library("", tokenizer, model, stores).open()
     fingerprint = found.tokenizer or TokenizerFingerprint.of(tokenizer)
-    contents = [StoreContents.of(store.folder) for store in (found.model, found.corpus) if store]
+    contents = [StoreContents.of(store.folder) for store in found.opened.values()]
     kept = _history_folder(history, fingerprint, model)
     answers = HistoryDocuments([kept] if kept else [], fingerprint)
     folders = [*([kept] if kept else []), *(one.folder for one in contents)]

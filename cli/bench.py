@@ -18,7 +18,7 @@ from hdtool.data import demo
 from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.notes import note, tell
-from hdtool.data.progress import deferred_bar, progress_bar
+from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt, interleave_categories, interleave_tasks, read_prompts
 from hdtool.data.record_counts import Tally
 from hdtool.data.texts_and_traces import read_traces
@@ -329,9 +329,8 @@ def bench(
         check_report_folder(report)
     measured: list[Results] = []
     for one in plans:
-        with deferred_bar("answers", quiet=quiet) as show:
-            threads = measured[0].run.surroundings["threads"] if measured else None
-            measured.append(one.results(show, threads))
+        threads = measured[0].run.surroundings["threads"] if measured else None
+        measured.append(one.results(threads, quiet=quiet))
     for one in plans:
         tell(f"the results are in {one.bench.out}")
     results, *others = measured

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from hdtool.cli import options
 from hdtool.cli.command import Option, quiet_libraries
 from hdtool.cli.options import only, without
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.notes import note, tell
-from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
+from hdtool.data.stores.kinds import BUILT_KINDS, CORPUS_KIND, MODEL_KIND
+from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store import FolderCheck, refuse_replacing
-from hdtool.data.stores.store_files import CORPUS_KIND, MODEL_KIND, check_destination
+from hdtool.data.stores.store_files import check_destination
 from hdtool.runtime.config.building import AMPHISTA, MEDUSA, BuildConfig, HeadsConfig, TrainConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.settings import Panel, Use
@@ -94,7 +94,7 @@ def _build(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    from hdtool.builders.stores.build import build_corpus_index, build_model_store
+    from hdtool.builders.stores.build import BUILDS
     from hdtool.builders.stores.edit_store import note_on_models
     from hdtool.cli.store_output import engine_for, open_documents, print_built, rankings_for
     from hdtool.runtime.target.load import load_tokenizer
@@ -112,24 +112,23 @@ def _build(
     if folder is None:
         folder = _folder_at_home(kind, model, fingerprint, namespace, loading.name)
         _check_folder(folder, check)
-    build: Callable[..., Manifest]
+    settings: dict[str, Any] = {name: getattr(config, name) for name in BUILT_KINDS[kind].options}
     on_models = None
     if kind == MODEL_KIND:
         ranked = rankings_for(loading, fingerprint, quiet=quiet) if rankings else None
-        build = partial(build_model_store, top_k=config.top_k, per_key=config.per_key, model=model, rankings=ranked)
+        settings |= {"model": model, "rankings": ranked}
         command = shlex.join(
             ["hdtool", "build-model-db", "--model", "MODEL", *(word for name in inputs for word in ("--from", name))]
         )
         on_models = partial(note_on_models, config=loading, checkpoint=model, command="" if loading.model else command)
-    else:
-        build = partial(build_corpus_index, shard_bytes=config.shard_bytes)
     with (
         engine_for(config, quiet=quiet) as engine,
-        open_documents(
-            inputs, tokenizer, fingerprint, engine, kind, config.max_bad_fraction, quiet=quiet, on_models=on_models
-        ) as (sources, documents),
+        open_documents(inputs, tokenizer, fingerprint, engine, kind, config.max_bad_fraction, on_models=on_models) as (
+            sources,
+            documents,
+        ),
     ):
-        manifest = build(folder, documents, fingerprint, sources, engine=engine, check=check)
+        manifest = BUILDS[kind](folder, documents, fingerprint, sources, engine=engine, check=check, **settings)
     print_built(folder, manifest, as_json=as_json)
 
 

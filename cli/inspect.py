@@ -19,6 +19,7 @@ from hdtool.cli.store_output import (
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.data.progress import count_of
 from hdtool.data.stores.history_manifest import HistoryManifest, require_history
+from hdtool.data.stores.kinds import MODEL_KIND
 from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import damaged_files, read_store, require_store
 from hdtool.data.stores.store_files import holds_history, printable
@@ -125,7 +126,7 @@ def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) ->
     from hdtool.runtime.stores.inspect_store import MAX_SHOWN
     from hdtool.runtime.stores.model_store import ModelRecord
 
-    require_store(manifest, folder, "model")
+    require_store(manifest, folder, MODEL_KIND)
     tokenizer = _tokenizer(folder, manifest, config)
     matches = ModelRecord.of(folder, manifest).ngrams(_ids(tokenizer, "--ngrams", text) if text else [])
     return [

@@ -16,7 +16,7 @@ from hdtool.data.file_origins import is_json_lines_with
 from hdtool.data.input_files import find_inputs
 from hdtool.data.notes import tell
 from hdtool.data.output_files import OutputFile
-from hdtool.data.progress import progress_bar, with_progress
+from hdtool.data.progress import with_progress
 from hdtool.data.record_counts import Tally
 from hdtool.data.texts_and_traces import Trace, read_traces
 from hdtool.runtime.config.building import BuildConfig
@@ -101,7 +101,7 @@ def replay(
     from hdtool.builders.evaluation.replay import ReplayMethod
     from hdtool.builders.evaluation.report.pages import check_report_folder, replay_page
     from hdtool.builders.evaluation.report.replayed_sources import Study
-    from hdtool.builders.evaluation.worker_pool import replay as replayed, total_turns
+    from hdtool.builders.evaluation.worker_pool import replay as replayed
     from hdtool.cli.result_tables import replay_record, replay_table, write_report
     from hdtool.runtime.budget.cost_curve import CostCurve
     from hdtool.runtime.stores.library import Library
@@ -126,10 +126,7 @@ def replay(
         raise RecordError(
             f"no conversation of {', '.join(map(str, traces))} can be replayed: name others, or use --raw"
         )
-    with progress_bar(total_turns(contenders, conversations, earlier), "turns", quiet=quiet) as progress:
-        results = replayed(
-            contenders, conversations, store_set, workers=config.workers, on_progress=progress.to, warm=earlier
-        )
+    results = replayed(contenders, conversations, store_set, workers=config.workers, warm=earlier, quiet=quiet)
     if steps:
         _write_steps(steps, results)
     shown = results, curve, [str(path) for path in warm or ()]

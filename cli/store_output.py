@@ -16,8 +16,9 @@ from hdtool.cli.result_tables import as_columns
 from hdtool.data.errors import StoreError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.notes import tell
-from hdtool.data.progress import abbreviated, count_of, progress_bar
+from hdtool.data.progress import abbreviated, count_of
 from hdtool.data.record_counts import Tally
+from hdtool.data.stores.kinds import CORPUS_KIND, MODEL_KIND
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store_files import printable
 from hdtool.runtime.config.building import BuildConfig
@@ -36,10 +37,8 @@ MIN_CELL_WIDTH = 12
 """Smallest width to which a cell is cut, in characters."""
 COLUMN_GAP = 2
 AGE_UNITS = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"))
-ANY_MODEL = "any"
-"""Shown as the model of a corpus index."""
-UNKNOWN_MODEL = "unknown"
-"""Shown as the model of a store that names no model."""
+UNNAMED_MODEL = {CORPUS_KIND: "any", MODEL_KIND: "unknown"}
+"""Shown, by kind, as the model of a store that names none."""
 MAX_SHOWN_SOURCES = 12
 """Number of sources that ``inspect`` lists, so that the description fits on a screen."""
 
@@ -52,7 +51,7 @@ def store_table(items: list[StoredItem], home: str) -> str:
     if sys.stdout.isatty():
         rows = _fitted(rows, shutil.get_terminal_size().columns)
     faults = [f"\n{item.name}: {item.fault}" for item in items if item.fault]
-    unnamed = [item for item in items if item.kind == "model" and not item.model and not item.fault]
+    unnamed = [item for item in items if item.kind == MODEL_KIND and not item.model and not item.fault]
     advice = [
         f"\n{item.name} names no model, so none finds it: hdtool build-model-db --model MODEL --from {item.folder}"
         for item in unnamed
@@ -83,9 +82,7 @@ def age_in_words(seconds: float) -> str:
 
 
 def _cells(item: StoredItem) -> tuple[str, ...]:
-    model = (
-        printable(item.model.name) if item.model else {"corpus": ANY_MODEL, "model": UNKNOWN_MODEL}.get(item.kind, "")
-    )
+    model = printable(item.model.name) if item.model else UNNAMED_MODEL.get(item.kind, "")
     sources = [printable(PurePath(share.name).name) for share in item.sources]
     shown = ", ".join(sources[:1]) + (f" +{len(sources) - 1}" if len(sources) > 1 else "")
     return (
@@ -181,7 +178,6 @@ def open_documents(
     kind: str,
     tolerance: float,
     *,
-    quiet: bool,
     on_models: Callable[[Mapping[str, int]], str | None] | None = None,
 ) -> Iterator[tuple[list[Source], Iterator[Document]]]:
     """Yield ``(sources, documents)`` of the inputs. Iterating over the documents of files shows a progress bar.
@@ -197,11 +193,10 @@ def open_documents(
     if not others:
         yield history.sources, iter(history)
         return
-    source = RecordReader(find_inputs(others), answers_only=kind == "model", tolerance=tolerance)
-    with progress_bar(source.total_bytes, "reading", unit="B", quiet=quiet) as shown:
-        engine.prepare(source)
-        documents = history.with_others(engine.documents(source, tokenizer, shown))
-        yield [*history.sources, *source.sources], documents
+    source = RecordReader(find_inputs(others), answers_only=kind == MODEL_KIND, tolerance=tolerance)
+    engine.prepare(source)
+    documents = history.with_others(engine.documents(source, tokenizer))
+    yield [*history.sources, *source.sources], documents
     print_left_out(source.tally)
     if on_models and (note := on_models(source.tally.models)):
         tell(note)

@@ -36,9 +36,10 @@ from hdtool.data.stores.home import (
     stored_items,
     with_unique_names,
 )
+from hdtool.data.stores.kinds import MODEL_KIND
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest, refuse_replacing, require_store
-from hdtool.data.stores.store_files import MODEL_KIND, holds_history
+from hdtool.data.stores.store_files import holds_history
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.settings import Panel, Use
@@ -204,7 +205,7 @@ def add(
         ranked = rankings_for(loading, mark, quiet=quiet)
     on_models = partial(note_on_models, config=loading, checkpoint=before.model) if before.model else None
     with open_documents(
-        inputs or [], tokenizer, mark, BuildEngine(), kind, tolerance, quiet=quiet, on_models=on_models
+        inputs or [], tokenizer, mark, BuildEngine(quiet=quiet), kind, tolerance, on_models=on_models
     ) as (sources, documents):
         manifest = rework.add(store, documents, sources, mark, kind, ranked)
     print_built(store, manifest, as_json=as_json)

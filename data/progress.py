@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -61,20 +61,6 @@ def progress_bar(
         **scaled,
     ) as tqdm_bar:
         yield ProgressBar(tqdm_bar)
-
-
-@contextmanager
-def deferred_bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function ``show(position, total)``. Its first call opens the bar, once the total is known."""
-    with ExitStack() as opened:
-        bars: list[ProgressBar] = []
-
-        def show(position: int, total: int) -> None:
-            if not bars:
-                bars.append(opened.enter_context(progress_bar(total, what, quiet=quiet)))
-            bars[0].to(position)
-
-        yield show
 
 
 def with_progress(items: Sequence[T], what: str, *, quiet: bool = False, is_left: bool = True) -> Iterator[T]:

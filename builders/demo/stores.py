@@ -42,8 +42,7 @@ def stores_of_real_model(loading: ModelConfig) -> StoresConfig:
     texts = Source("corpus", corpus.manifest.files["documents"].sha256)
     if not _is_current(folder / "model", fingerprint, answers, model):
         reading = RecordReader([demo.ANSWERS], answers_only=True, tolerance=0)
-        with progress_bar(reading.total_bytes, "model store", unit="B") as progress:
-            answered = list(tokenized(reading, tokenizer, progress))
+        answered = list(tokenized(reading, tokenizer, "model store"))
         build_model_store(folder / "model", answered, fingerprint, [answers], top_k=SEQUENCES_PER_LENGTH, model=model)
     if not _is_current(folder / "corpus", fingerprint, texts):
         build_corpus_index(

@@ -21,6 +21,8 @@ from hdtool.runtime.generation.grammar import GrammarCompiler, Guide
 from hdtool.runtime.samplers import compiler_for
 from hdtool.runtime.target.load import Loaded
 
+OnTurn = Callable[[], None]
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -36,8 +38,6 @@ class Bench:
     chat: bool | None = None
     rounds: int = 1
     drafters: str = COLD
-    on_answer: Callable[[], None] = lambda: None
-    """Called after each turn that a contender has answered."""
 
     def check(self, questions: Sequence[Prompt]) -> None:
         """Check in advance: raise a ``PromptError`` if a question is unanswerable or, with warm drafters, repeated."""
@@ -56,26 +56,28 @@ class Bench:
             return False
         return True
 
-    def warm_up(self, questions: Iterable[Prompt]) -> None:
+    def warm_up(self, questions: Iterable[Prompt], on_turn: OnTurn = lambda: None) -> None:
         """Answer questions that are not measured, to fill caches and select kernels."""
-        self._experiment.warm_up(questions)
+        self._experiment(on_turn).warm_up(questions)
 
-    def answers(self, questions: Sequence[Prompt], done: int = 0) -> Iterator[dict[str, AnsweredQuestion]]:
+    def answers(
+        self, questions: Sequence[Prompt], done: int = 0, on_turn: OnTurn = lambda: None
+    ) -> Iterator[dict[str, AnsweredQuestion]]:
         """Yield all contenders' answers to each question, skipping the first ``done`` questions.
 
-        With several rounds, each contender's answer comes from the round in which its speed was the median.
+        With several rounds, each contender's answer comes from the round in which its speed was the median. ``on_turn``
+        is called after each turn that a contender has answered.
         """
-        for question, rows in zip(questions[done:], self._experiment.rows(questions, done), strict=True):
+        for question, rows in zip(questions[done:], self._experiment(on_turn).rows(questions, done), strict=True):
             by_name = by_contender(rows)
             yield {name: _median_round(question, by_name[name]) for name in self.contenders}
 
-    @property
-    def _experiment(self) -> Experiment[Prompt]:
-        contenders = {name: partial(self._fresh, contender) for name, contender in self.contenders.items()}
+    def _experiment(self, on_turn: OnTurn) -> Experiment[Prompt]:
+        contenders = {name: partial(self._fresh, contender, on_turn) for name, contender in self.contenders.items()}
         return Experiment(contenders, self.rounds, self.drafters)
 
-    def _fresh(self, contender: Contender) -> Answering[Prompt]:
-        return partial(self._answered, contender.fresh())
+    def _fresh(self, contender: Contender, on_turn: OnTurn) -> Answering[Prompt]:
+        return partial(self._answered, contender.fresh(), on_turn)
 
     def _check_room(self, question: Prompt) -> None:
         room_for(self.loaded.target, self._encode(question, question.messages), self.max_new_tokens)
@@ -95,7 +97,7 @@ class Bench:
                 )
             first_ids[text] = question.id
 
-    def _answered(self, contender: Contender, question: Prompt) -> list[AnsweredTurn]:
+    def _answered(self, contender: Contender, on_turn: OnTurn, question: Prompt) -> list[AnsweredTurn]:
         turns: list[AnsweredTurn] = []
         for _ in range(turn_count(question)):
             ids = self._encode(question, question.conversation([turn.text for turn in turns]))
@@ -103,7 +105,7 @@ class Bench:
             has_room = not turns or limit is None or len(ids) < limit
             guide, prediction = self._guide(question), () if turns else self._prediction(question)
             turns.append(contender.answer(ids, guide, prediction) if has_room else OUT_OF_CONTEXT)
-            self.on_answer()
+            on_turn()
         return turns
 
     @cached_property

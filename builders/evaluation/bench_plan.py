@@ -36,6 +36,7 @@ from hdtool.data.bench_results import (
     refuse_other_options,
 )
 from hdtool.data.errors import ModelError, OptionError
+from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt, interleave_categories
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config.decoding import METHODS, DecodeConfig, StoresConfig
@@ -204,14 +205,11 @@ class BenchPlan:
             bench = replace(bench, methods=methods, llama_cpp_file=None)
         return replace(self, bench=bench, sampling=sampling)
 
-    def results(
-        self, on_progress: Callable[[int, int], None] = lambda done, total: None, threads: int | None = None
-    ) -> Results:
+    def results(self, threads: int | None = None, *, quiet: bool = True) -> Results:
         """Measure the questions that have no result in the folder yet; return all results.
 
-        ``on_progress`` is called with the number of turns done and their total number. Each contender and round counts
-        separately, and the warm-up is included. Unless the plan or an interrupted run has a number of ``threads``, it
-        is that of a run to compare with or, if None, chosen for all contenders.
+        Unless the plan or an interrupted run has a number of ``threads``, it is that of a run to compare with or, if
+        None, chosen for all contenders.
         """
         folder = Path(self.bench.out)
         before = BenchRun.read(folder)
@@ -226,10 +224,10 @@ class BenchPlan:
             refuse_other_options(folder, before, options)
             threads = before.surroundings.get("threads")
         with locked_results(folder):
-            self._measure(folder, on_progress, threads if self.bench.threads is None else self.bench.threads)
+            self._measure(folder, threads if self.bench.threads is None else self.bench.threads, quiet=quiet)
         return read_results(folder)
 
-    def _measure(self, folder: Path, on_progress: Callable[[int, int], None], threads: int | None) -> None:
+    def _measure(self, folder: Path, threads: int | None, *, quiet: bool) -> None:
         files = row_files(self.model, self.bench.llama_cpp_file)
         obstacles = {name: exclusion_reason(name, files, self.model, self.sampling) for name in LLAMA_CPP}
         for name in self.bench.methods or ():
@@ -272,32 +270,12 @@ class BenchPlan:
         results = ResultFolder(folder, run, ids)
         contenders = lineup.contenders(methods, self.bench.assistant, rows)
         max_new_tokens = self.decoding.max_new_tokens
-        progress = _Progress(on_progress)
-        bench = Bench(
-            loaded, contenders, max_new_tokens, self.chat, self.bench.rounds, self.bench.drafters, progress.advance
-        )
+        bench = Bench(loaded, contenders, max_new_tokens, self.chat, self.bench.rounds, self.bench.drafters)
         bench.check(self.questions)
         warm_up = warm_up_questions(self.questions, self.spare, self.bench.warm_up, bench.fits)
         left = self.questions[results.answered :]
-        progress.begin(
-            len(contenders) * (sum(map(turn_count, warm_up)) + self.bench.rounds * sum(map(turn_count, left)))
-        )
-        bench.warm_up(warm_up)
-        for answers in bench.answers(self.questions, results.answered):
-            results.add(answers)
-
-
-class _Progress:
-    """Counts answered turns and reports them."""
-
-    def __init__(self, on_progress: Callable[[int, int], None]) -> None:
-        self._on_progress = on_progress
-        self._done = self._total = 0
-
-    def begin(self, total: int) -> None:
-        self._total = total
-        self._on_progress(0, total)
-
-    def advance(self) -> None:
-        self._done += 1
-        self._on_progress(self._done, self._total)
+        turns = len(contenders) * (sum(map(turn_count, warm_up)) + self.bench.rounds * sum(map(turn_count, left)))
+        with progress_bar(turns, "answers", quiet=quiet) as progress:
+            bench.warm_up(warm_up, progress.advance)
+            for answers in bench.answers(self.questions, results.answered, progress.advance):
+                results.add(answers)

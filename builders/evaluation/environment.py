@@ -36,12 +36,11 @@ def describe_environment(loaded: Loaded, store_set: StoreSet) -> dict[str, Any]:
         "activations": INT8 if target.compiled and target.compiled.activations_are_int8 else "float32",
         "fused_layers": target.compiled is not None,
         "stores": {
-            store.manifest.kind: {
+            kind: {
                 "folder": str(store.folder.resolve()),
                 "tokens": store.manifest.counts["tokens"],
                 "sha256": file_checksum(store.folder / MANIFEST),
             }
-            for store in (store_set.model, store_set.corpus)
-            if store
+            for kind, store in store_set.opened.items()
         },
     }

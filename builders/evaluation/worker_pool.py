@@ -14,7 +14,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 from multiprocessing import active_children, get_context
 from threading import current_thread, main_thread
 from typing import Any
@@ -25,6 +25,7 @@ from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, replay_method
 from hdtool.data.errors import HdtoolError
 from hdtool.data.processes import isolated_children
+from hdtool.data.progress import ProgressBar, progress_bar
 from hdtool.runtime.config.decoding import METHODS
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.stores.store_set import StoreSet
@@ -35,7 +36,6 @@ MIN_TOKENS_FOR_WORKERS = 250_000
 POLL_SECONDS = 0.1
 
 RecordedConversation = Sequence[RecordedTurn]
-OnProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,14 @@ def replay(
     store_set: StoreSet,
     *,
     workers: int | None = None,
-    on_progress: OnProgress = lambda done: None,
     warm: Sequence[RecordedConversation] = (),
+    title: str = "replay",
+    quiet: bool = True,
 ) -> dict[str, ReplayResult]:
-    """Replay all conversations with every contender; ``on_progress`` receives the number of turns done so far.
+    """Replay all conversations with every contender, with a progress bar of their turns unless ``quiet``.
 
-    ``warm`` conversations are replayed before every part and not counted. By default, ``workers`` is the number of
-    cores if the replay has more than ``MIN_TOKENS_FOR_WORKERS`` tokens, else 1.
+    ``warm`` conversations are replayed before every part and left out of the results. By default, ``workers`` is the
+    number of cores if the replay has more than ``MIN_TOKENS_FOR_WORKERS`` tokens, else 1.
     """
     jobs = _jobs(contenders, conversations, warm)
     for contender in contenders:  # compile the kernels once, and fail early if a store is missing
@@ -70,22 +71,14 @@ def replay(
         tokens = sum(len(turn.answer) for job in jobs for turn in (*job.warm, *job.turns))
         workers = (os.cpu_count() or 1) if tokens > MIN_TOKENS_FOR_WORKERS else 1
     processes = min(len(jobs), workers)
-    if processes == 1:
-        turns_done = count(1)
-        done = [job.play(store_set, lambda: on_progress(next(turns_done))) for job in jobs]
-    else:
-        done = _in_processes(jobs, store_set, processes, on_progress)
+    turns = sum(len(job.turns) + len(job.warm) for job in jobs)
+    with progress_bar(turns, title, unit="turns", quiet=quiet) as progress:
+        if processes == 1:
+            done = [job.play(store_set, progress.advance) for job in jobs]
+        else:
+            done = _in_processes(jobs, store_set, processes, progress)
     names = [contender.name for contender in contenders]
     return {name: ReplayResult.joined([part for part in done if part.method == name]) for name in names}
-
-
-def total_turns(
-    contenders: Sequence[ReplayMethod],
-    conversations: Sequence[RecordedConversation],
-    warm: Sequence[RecordedConversation],
-) -> int:
-    """Return the number of turns that ``replay`` runs for all contenders, including the turns of ``warm``."""
-    return sum(len(job.turns) + len(job.warm) for job in _jobs(contenders, conversations, warm))
 
 
 def _jobs(
@@ -106,7 +99,7 @@ def _jobs(
 
 @isolated_children()
 def _in_processes(
-    jobs: Sequence[ReplayJob], store_set: StoreSet, processes: int, on_progress: OnProgress
+    jobs: Sequence[ReplayJob], store_set: StoreSet, processes: int, progress: ProgressBar
 ) -> list[ReplayResult]:
     context = get_context("spawn")  # a fork would inherit locked mutexes of torch's threads
     turns_done = context.Value("q", 0)
@@ -120,7 +113,7 @@ def _in_processes(
             done, pending = wait(pending, POLL_SECONDS)
             for future in done:
                 future.result()  # raises the error of a failed job
-            on_progress(turns_done.value)
+            progress.to(turns_done.value)
         return [future.result() for future in futures]
     except BrokenProcessPool:
         raise HdtoolError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -20,6 +20,7 @@ from hdtool.builders.setup.trained_drafters import method_options, usable_drafte
 from hdtool.data.answered_questions import AnsweredQuestion
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import PromptError
+from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import INT8, ModelConfig, SamplingConfig
@@ -49,8 +50,9 @@ def answer_prompts(
     max_prompts: int,
     max_new_tokens: int,
     chat: bool | None,
-    on_progress: Callable[[int], None],
     folder: Path | None = None,
+    *,
+    quiet: bool = True,
 ) -> dict[str, Any]:
     """Answer the first prompts that fit the context with every method; return speeds and counts of identical answers.
 
@@ -70,11 +72,13 @@ def answer_prompts(
         bench, contenders={name: contender for name, contender in contenders.items() if name != GENERATE_NAME}
     )
     answers: list[dict[str, AnsweredQuestion]] = []
-    for answered in chain(
-        bench.answers(questions[:MAX_GENERATE_PROMPTS]), without_generate.answers(questions, done=MAX_GENERATE_PROMPTS)
-    ):
-        answers.append(answered)
-        on_progress(len(answers))
+    with progress_bar(len(questions), "prompts", quiet=quiet) as progress:
+        for answered in chain(
+            bench.answers(questions[:MAX_GENERATE_PROMPTS]),
+            without_generate.answers(questions, done=MAX_GENERATE_PROMPTS),
+        ):
+            answers.append(answered)
+            progress.advance()
     compared = tuple(name for name in contenders if name != GENERATE_NAME or model.activations != INT8)
     different = [
         prompt

@@ -15,8 +15,7 @@ from hdtool.builders.evaluation.contenders import answer_steps
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, SpeedPrediction
 from hdtool.builders.evaluation.timing import timed
-from hdtool.builders.evaluation.worker_pool import replay, total_turns
-from hdtool.data.progress import progress_bar
+from hdtool.builders.evaluation.worker_pool import replay
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config.decoding import (
     HISTORY_LETTER,
@@ -101,13 +100,11 @@ def replay_by_source(
 
     The predictions use all sources but the history, which starts empty.
     """
-    stores = {"M": store_set.model, "S": store_set.corpus}
-    letters = "C" + "".join(letter for letter, store in stores.items() if store)
+    letters = store_set.letters
     contenders = [_cold_method(letters[: index + 1], curve) for index in range(len(letters))]
     cold = contenders[-1].name
     contenders.append(ReplayMethod(SOURCE_NAMES[HISTORY_LETTER], DecodeConfig(sources=HISTORY_LETTER + letters), curve))
-    with progress_bar(total_turns(contenders, conversations, ()), "turns", quiet=quiet) as progress:
-        replayed = replay(contenders, conversations, store_set, on_progress=progress.to)
+    replayed = replay(contenders, conversations, store_set, quiet=quiet)
     predicted = overhead.predict(replayed[cold], curve)
     return {
         "tokens_per_step": {name: round(result.tokens_per_step, 3) for name, result in replayed.items()},
@@ -123,8 +120,7 @@ def replay_with_model_store(
 ) -> float:
     """Return the tokens per step with only the conversation and the model store as sources."""
     contender = _cold_method("CM", curve)
-    with progress_bar(total_turns([contender], conversations, ()), "turns", quiet=quiet) as progress:
-        replayed = replay([contender], conversations, store_set, on_progress=progress.to)
+    replayed = replay([contender], conversations, store_set, quiet=quiet)
     return round(replayed[contender.name].tokens_per_step, 3)
 
 

@@ -8,13 +8,10 @@ from functools import cache, partial
 from pathlib import Path
 
 from hdtool.data.errors import StoreError
+from hdtool.data.stores.kinds import MODEL_KIND
 from hdtool.data.stores.manifest import Manifest
 from hdtool.data.stores.store import FolderCheck, file_checksum, read_manifest
-from hdtool.data.stores.store_files import (
-    MODEL_KIND,
-    check_destination,
-    holds_manifest,
-)
+from hdtool.data.stores.store_files import check_destination, holds_manifest
 
 
 @cache

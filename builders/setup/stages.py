@@ -34,6 +34,7 @@ from hdtool.data.notes import tell
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import read_prompts
 from hdtool.data.stores.home import NO_STORE, corpus_index_at_home, model_store_at_home
+from hdtool.data.stores.kinds import CORPUS_KIND as CORPUS, MODEL_KIND as MODEL
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest, recorded_name
 from hdtool.data.stores.store_files import MANIFEST, holds_manifest
@@ -47,9 +48,8 @@ from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.drafters.methods import compile_ahead, finish_compiling
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.kernels.machine import device_name, dtype_name, machine
-from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.library import Library
-from hdtool.runtime.stores.model_store import KIND as MODEL, rankings_in
+from hdtool.runtime.stores.model_store import rankings_in
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.target.threads import choose_threads
@@ -324,16 +324,14 @@ class Stages:
         folder = self._stores.folders[kind]
         if manifest := self._stores.own_manifest(kind):  # a set-up was killed before it recorded the build
             return _described(folder, manifest)
-        with progress_bar(reading.total_bytes, "reading", unit="B", quiet=self._plan.quiet) as progress:
-            documents = tokenized(reading, self._tokenizer, progress)
-            manifest = build(
-                folder,
-                documents,
-                self._fingerprint,
-                sources,
-                engine=BuildEngine(quiet=self._plan.quiet),
-                check=self._stores.replacement_check(kind),
-            )
+        manifest = build(
+            folder,
+            tokenized(reading, self._tokenizer, quiet=self._plan.quiet),
+            self._fingerprint,
+            sources,
+            engine=BuildEngine(quiet=self._plan.quiet),
+            check=self._stores.replacement_check(kind),
+        )
         tell(*reading.tally.left_out())
         return _described(folder, manifest)
 
@@ -373,16 +371,15 @@ class Stages:
             return []
         reading, half_folder = EverySecondRecord(self._folder.learned_files, answers_only=True), self._folder.half
         try:
-            with progress_bar(reading.total_bytes, "reading", unit="B", quiet=self._plan.quiet) as progress:
-                manifest = build_model_store(
-                    half_folder,
-                    tokenized(reading, self._tokenizer, progress),
-                    self._fingerprint,
-                    reading.sources,
-                    engine=BuildEngine(quiet=self._plan.quiet),
-                    model=self._checkpoint,
-                    rankings=self._known_rankings(),
-                )
+            manifest = build_model_store(
+                half_folder,
+                tokenized(reading, self._tokenizer, quiet=self._plan.quiet),
+                self._fingerprint,
+                reading.sources,
+                engine=BuildEngine(quiet=self._plan.quiet),
+                model=self._checkpoint,
+                rankings=self._known_rankings(),
+            )
             store_set = self._open(StoresConfig(model_db=str(half_folder), corpus_db=NO_STORE))
             half = replay_with_model_store(self._held_out, store_set, curve, quiet=self._plan.quiet)
         finally:
@@ -397,15 +394,14 @@ class Stages:
         plain = self._folder.stages["replay"]["plain_tokens_per_second"]
         number = config.limit or number_of_prompts(config.max_new_tokens, plain)
         prompts = read_prompts(self._folder.held_out)
-        with progress_bar(min(number, len(prompts)), "prompts", quiet=self._plan.quiet) as progress:
-            return answer_prompts(
-                self._loaded,
-                self._store_set,
-                self._plan.model,
-                prompts,
-                number,
-                config.max_new_tokens,
-                self._plan.chat,
-                progress.to,
-                place_of(self._plan.model, CONFIG_FILES),
-            )
+        return answer_prompts(
+            self._loaded,
+            self._store_set,
+            self._plan.model,
+            prompts,
+            number,
+            config.max_new_tokens,
+            self._plan.chat,
+            place_of(self._plan.model, CONFIG_FILES),
+            quiet=self._plan.quiet,
+        )

@@ -7,7 +7,7 @@ lookup arrays are compiled from these counts. Vocabulary rankings need one forwa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,12 +19,12 @@ from hdtool.builders.stores.sequences import CountedDocuments, DocumentFile, tab
 from hdtool.data.documents import Document, Source, stored_documents, token_type
 from hdtool.data.errors import StoreError
 from hdtool.data.progress import progress_bar
+from hdtool.data.stores.kinds import CORPUS_KIND, MODEL_KIND
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import FolderCheck, building
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.topk import topk
-from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.model_store import (
     HASH_HIGH,
     HASH_LOW,
@@ -33,7 +33,6 @@ from hdtool.runtime.stores.model_store import (
     KEY_STOP,
     KEY_TOTAL,
     KEY_WIDTH,
-    KIND as MODEL,
     MAX_PROBES,
     NGRAM_KINDS,
     PHRASE_KIND,
@@ -183,7 +182,7 @@ def build_corpus_index(
         tokens = sum(shard.suffixes for shard in shards)
         counts = {"tokens": tokens, "documents": file.documents, "shards": len(shards)}
         options = {"token_bytes": width.itemsize, "shard_bytes": shard_bytes}
-        return build.commit(Manifest(CORPUS, tokenizer, counts, options, file.shares()))
+        return build.commit(Manifest(CORPUS_KIND, tokenizer, counts, options, file.shares()))
 
 
 def _write_documents(file: DocumentFile, documents: Iterable[Document], max_tokens: int) -> list[ShardExtent]:
@@ -266,4 +265,8 @@ def build_model_store(
             "per_key": per_key,
             "once_per_document": True,
         }
-        return build.commit(Manifest(MODEL, tokenizer, counts, options, shares, model=model))
+        return build.commit(Manifest(MODEL_KIND, tokenizer, counts, options, shares, model=model))
+
+
+BUILDS: dict[str, Callable[..., Manifest]] = {CORPUS_KIND: build_corpus_index, MODEL_KIND: build_model_store}
+"""Functions that build a store, by kind."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hdtool.builders.stores.sequences import CountedDocuments, FrequentSequences, most_frequent, tokenized
 from hdtool.data.documents import Document
 from hdtool.data.processes import isolated_children
-from hdtool.data.progress import ProgressBar, progress_bar
+from hdtool.data.progress import progress_bar
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.stores.model_store import PHRASE_TOKENS, NgramGroup
@@ -168,11 +168,9 @@ class BuildEngine:
     def prepare(self, reading: RecordReader) -> None:
         """Check the inputs before any of them is read."""
 
-    def documents(
-        self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase, progress: ProgressBar
-    ) -> Iterator[Document]:
+    def documents(self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
         """Yield the tokenized texts of all inputs, in input order."""
-        return tokenized(reading, tokenizer, progress)
+        return tokenized(reading, tokenizer, quiet=self._quiet)
 
     def sort(self, files: ShardFiles, shards: Sequence[ShardExtent]) -> None:
         """Sort every shard and write its arrays to ``files``."""

@@ -19,12 +19,13 @@ from itertools import chain
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
-from hdtool.builders.stores.build import build_corpus_index, build_model_store
+from hdtool.builders.stores.build import BUILDS
 from hdtool.data import demo
 from hdtool.data.documents import Document, Source, Tokens, stored_documents, with_sources
 from hdtool.data.errors import ModelError, StoreError, did_you_mean
 from hdtool.data.progress import count_of
 from hdtool.data.stores.history_manifest import require_history
+from hdtool.data.stores.kinds import BUILT_KINDS, MODEL_KIND
 from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import (
     FolderCheck,
@@ -34,10 +35,9 @@ from hdtool.data.stores.store import (
     require_store,
     require_unchanged,
 )
-from hdtool.data.stores.store_files import MODEL_KIND, check_destination, holds_history, holds_manifest, printable
+from hdtool.data.stores.store_files import check_destination, holds_history, holds_manifest, printable
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.compiled import Ints
-from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.history_records import StoredConversation
 from hdtool.runtime.stores.history_store import HistoryStore
 from hdtool.runtime.stores.model_store import ModelRecord, rankings_in
@@ -108,9 +108,6 @@ def _is_loadable_name(name: str) -> bool:
         return False
 
 
-CORPUS_OPTIONS = ("shard_bytes",)
-MODEL_OPTIONS = ("top_k", "per_key")
-"""Build options that the manifest records and that every rebuild of the store reuses."""
 HASH_PREFIX = re.compile("[0-9a-f]{8,64}", re.IGNORECASE)
 """Matches the SHA-256 of a source, or a prefix of it that is long enough to select the source."""
 
@@ -259,15 +256,12 @@ def _rebuild(
     rankings: Ints | None,
 ) -> Manifest:
     """Build a store with the kind, tokenizer, options and model of the manifest ``template``."""
-    build, names = (
-        (build_corpus_index, CORPUS_OPTIONS) if template.kind == CORPUS else (build_model_store, MODEL_OPTIONS)
-    )
-    options = {name: template.options[name] for name in names if name in template.options}
+    options = {name: template.options[name] for name in BUILT_KINDS[template.kind].options if name in template.options}
     if template.model:
         options["model"] = template.model
     if rankings is not None:
         options["rankings"] = rankings
-    return build(folder, documents, template.tokenizer, sources, check=check, **options)
+    return BUILDS[template.kind](folder, documents, template.tokenizer, sources, check=check, **options)
 
 
 def history_folders(inputs: Sequence[str | Path]) -> tuple[list[Path], list[str]]:

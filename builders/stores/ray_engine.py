@@ -40,7 +40,7 @@ from hdtool.builders.stores.sequences import (
 from hdtool.data.documents import Document, Tokens, token_type
 from hdtool.data.errors import ClusterError, HdtoolError, error_reason, install_command
 from hdtool.data.processes import isolated_children
-from hdtool.data.progress import ProgressBar, progress_bar
+from hdtool.data.progress import progress_bar
 from hdtool.data.stores.store import file_checksum
 from hdtool.data.texts_and_traces import Portion, RecordReader
 from hdtool.runtime.stores.model_store import NgramGroup
@@ -202,10 +202,11 @@ class RayBuildEngine(BuildEngine):
         hashes = self._results(file_checksum, [(Path(path),) for path in paths], **READER_OPTIONS)
         reading.hashes.update(enumerate(hashes))
 
-    def documents(
-        self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase, progress: ProgressBar
-    ) -> Iterator[Document]:
-        with ray_errors_reported(self._ray):
+    def documents(self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
+        with (
+            ray_errors_reported(self._ray),
+            progress_bar(reading.total_bytes, "reading", unit="B", quiet=self._quiet) as progress,
+        ):
             shared, encode = self._ray.put(tokenizer), self._task(_encode_portion)
             streaming = {"num_returns": "streaming", "_generator_backpressure_num_objects": PREFETCHED_PORTIONS}
             read = self._task(_portions, **streaming, **READER_OPTIONS)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.data.documents import Document, Source, Tokens, token_type
-from hdtool.data.progress import ProgressBar
+from hdtool.data.progress import progress_bar
 from hdtool.data.stores.manifest import InputShare
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.kernels.compiled import Ints, compiled
@@ -68,14 +68,17 @@ class DocumentFile:
 TOKENIZER_BATCH = 1024
 
 
-def tokenized(reading: RecordReader, tokenizer: PreTrainedTokenizerBase, progress: ProgressBar) -> Iterator[Document]:
-    """Yield each text as a document, tokenized in batches."""
+def tokenized(
+    reading: RecordReader, tokenizer: PreTrainedTokenizerBase, title: str = "reading", *, quiet: bool = False
+) -> Iterator[Document]:
+    """Yield each text as a document, tokenized in batches, and show a progress bar."""
     texts = ((text, record.source) for record in reading for text in record.texts)
-    while batch := list(islice(texts, TOKENIZER_BATCH)):
-        encoded = encode_texts([text for text, _ in batch], tokenizer)
-        for ids, (_, source) in zip(encoded, batch, strict=True):
-            yield Document(ids, source)
-        progress.to(reading.bytes_read)
+    with progress_bar(reading.total_bytes, title, unit="B", quiet=quiet) as progress:
+        while batch := list(islice(texts, TOKENIZER_BATCH)):
+            encoded = encode_texts([text for text, _ in batch], tokenizer)
+            for ids, (_, source) in zip(encoded, batch, strict=True):
+                yield Document(ids, source)
+            progress.to(reading.bytes_read)
 
 
 def encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

@@ -17,11 +17,10 @@ from typing import Any
 from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.fields import field_of, number_of
+from hdtool.data.stores.kinds import HISTORY, HISTORY_KIND
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import (
     HISTORY_FILES,
-    HISTORY_KIND,
-    HISTORY_PARTS,
     LMDB_LOCK_ENDING,
     LOCK_FILE,
     MANIFEST,
@@ -31,7 +30,6 @@ from hdtool.data.stores.store_files import (
     sweep,
 )
 
-HISTORY_FORMAT = 1
 DEFAULT_SOURCE = "answers"
 """Default source name of the conversations in a history store."""
 BUILD_DIGITS = re.compile("[0-9a-f]{8}")
@@ -59,7 +57,7 @@ class HistoryManifest:
 
     @property
     def _names(self) -> dict[str, str]:
-        return {part: f"{part}-{self.build}.{ending}" for part, ending in HISTORY_PARTS.items()}
+        return {part: f"{part}-{self.build}.{ending}" for part, ending in HISTORY.parts.items()}
 
     @property
     def file_names(self) -> set[str]:
@@ -69,7 +67,7 @@ class HistoryManifest:
     def to_json(self) -> dict[str, Any]:
         return {
             "kind": HISTORY_KIND,
-            "format": HISTORY_FORMAT,
+            "format": HISTORY.format,
             "tokenizer": self.tokenizer.to_json(),
             "model": self.model,
             "options": {"most_bytes": self.max_bytes, "size": self.size},
@@ -112,9 +110,9 @@ def read_history_manifest(folder: Path) -> HistoryManifest:
     if kind != HISTORY_KIND:
         shown_kind = printable(kind)[:40] if isinstance(kind, str) else "unknown"
         raise StoreError(f"{folder} is of the kind {shown_kind}, a history store is needed: name another folder")
-    if type(form) is not int or form != HISTORY_FORMAT:
+    if type(form) is not int or form != HISTORY.format:
         raise StoreError(
-            f"{folder} is a history store of format {ascii(form)[:20]}, this hdtool reads format {HISTORY_FORMAT}: "
+            f"{folder} is a history store of format {ascii(form)[:20]}, this hdtool reads format {HISTORY.format}: "
             f"{_advice(folder)}"
         )
     try:

@@ -14,19 +14,17 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from hdtool.data.durable_files import file_lock
-from hdtool.data.errors import StoreError, did_you_mean
+from hdtool.data.errors import StoreError, did_you_mean, os_errors_as
 from hdtool.data.home import home
 from hdtool.data.stores.history_manifest import history_lock, read_history_manifest
+from hdtool.data.stores.kinds import CORPUS_KIND, HISTORY_KIND, KINDS, MODEL_KIND
 from hdtool.data.stores.manifest import Checkpoint, InputShare, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.data.stores.store_files import (
     BUILT_FILES,
-    CORPUS_KIND,
     HISTORY_FILES,
-    HISTORY_KIND,
     LOCK_FILE,
     MANIFEST,
-    MODEL_KIND,
     holds_history,
     holds_manifest,
     leftovers,
@@ -80,7 +78,7 @@ STORE_PATTERNS = (
     "demo/*/{kind}",
 )
 _FINGERPRINT = re.compile("[0-9a-f]{16}")
-_STORE_NAME = re.compile(f"(.*/)?({MODEL_KIND}|{CORPUS_KIND}|{HISTORY_KIND})-[0-9a-f]{{{SHOWN_FINGERPRINT_DIGITS},}}.*")
+_STORE_NAME = re.compile(f"(.*/)?({'|'.join(KINDS)})-[0-9a-f]{{{SHOWN_FINGERPRINT_DIGITS},}}.*")
 """Pattern of store names. Other names are paths, and are not looked up in hdtool's home."""
 
 
@@ -107,10 +105,9 @@ class StoredItem:
 
 def stored_items() -> list[StoredItem]:
     """Return all stores in hdtool's home, with unique names."""
-    kinds = (MODEL_KIND, CORPUS_KIND, HISTORY_KIND)
     folders = {
         path.parent
-        for kind in kinds
+        for kind in KINDS
         for place in STORE_PATTERNS
         for path in home().glob(f"{place.format(kind=kind)}/{MANIFEST}")
     }
@@ -164,14 +161,12 @@ def remove_store(item: StoredItem) -> None:
     """
     folder, is_history = item.folder, item.kind == HISTORY_KIND
     busy = StoreError(f"a build of {folder} is running: wait for it")
-    try:
+    with os_errors_as(StoreError, f"{folder} cannot be removed", "correct the permissions"):
         with history_lock(folder, remove=True) if is_history else file_lock(folder / LOCK_FILE, busy, remove=True):
             for path in leftovers(folder, (), HISTORY_FILES if is_history else BUILT_FILES):
                 path.unlink(missing_ok=True)
             (folder / MANIFEST).unlink(missing_ok=True)
         remove_empty(folder)
-    except OSError as error:
-        raise StoreError(f"{folder} cannot be removed ({error.strerror or error}): correct the permissions") from error
 
 
 def remove_empty(folder: Path) -> None:
@@ -185,7 +180,7 @@ def remove_empty(folder: Path) -> None:
 
 def _item(folder: Path) -> StoredItem:
     parts = folder.relative_to(home()).parts
-    kind = next(part for part in parts if part in (MODEL_KIND, CORPUS_KIND, HISTORY_KIND))
+    kind = next(part for part in parts if part in KINDS)
     changed = (folder / MANIFEST).stat().st_mtime
     files = [path for path in folder.iterdir() if path.is_file()]
     size = sum(path.stat().st_size for path in files)

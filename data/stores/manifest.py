@@ -15,23 +15,15 @@ from hdtool.data import demo
 from hdtool.data.artifact import Artifact
 from hdtool.data.errors import ModelError, lone_surrogate
 from hdtool.data.stores.fields import check_name, field_of, number_of
-from hdtool.data.stores.store_files import (
-    CORPUS_KIND,
-    MODEL_KIND,
-    OPTIONAL_PARTS,
-    STORE_PARTS,
-    is_part_name,
-    printable,
-)
+from hdtool.data.stores.kinds import BUILT_KINDS
+from hdtool.data.stores.store_files import is_part_name, printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-STORE_FORMATS = {CORPUS_KIND: 1, MODEL_KIND: 2}
-"""Format version of each kind of store."""
 MAX_VOCABULARY = 2**31 - 1
 """Maximum vocabulary size, because token ids are stored as signed 32-bit integers."""
-NUMERIC_OPTIONS = ("token_bytes", "shard_bytes", "top_k", "per_key")
+NUMERIC_OPTIONS = {"token_bytes", *(name for kind in BUILT_KINDS.values() for name in kind.options)}
 SHOWN_HASH_DIGITS = 12
 """Number of digits shown of an input's hash."""
 _FINGERPRINT = re.compile("[0-9a-f]{16}")
@@ -149,7 +141,7 @@ class Manifest:
 
     @property
     def format(self) -> int:
-        return STORE_FORMATS[self.kind]
+        return BUILT_KINDS[self.kind].format
 
     @property
     def bytes(self) -> int:
@@ -168,8 +160,8 @@ class Manifest:
     def from_json(cls, row: Any) -> Manifest:
         """Parse a manifest. Raises ValueError, with the reason, if the manifest is damaged."""
         kind = field_of(row, "kind", str)
-        if kind not in STORE_PARTS:
-            raise ValueError(f"kind is none of {', '.join(STORE_PARTS)}")
+        if kind not in BUILT_KINDS:
+            raise ValueError(f"kind is none of {', '.join(BUILT_KINDS)}")
         tokenizer = TokenizerFingerprint.from_json(field_of(row, "tokenizer", dict))
         counts = _counts_of(row)
         sources = tuple(
@@ -191,7 +183,7 @@ class Manifest:
             counts=counts,
             options=_options_of(row),
             sources=sources,
-            files=_files_of(row, STORE_PARTS[kind], OPTIONAL_PARTS[kind]),
+            files=_files_of(row, BUILT_KINDS[kind].parts, BUILT_KINDS[kind].optional),
             model=_model_of(row) if row.get("model") is not None else None,
         )
 

@@ -19,17 +19,12 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from hdtool.data.durable_files import file_lock
-from hdtool.data.errors import StoreError, write_fault
+from hdtool.data.errors import StoreError, os_errors_as, write_fault
 from hdtool.data.output_files import sync_to_disk
-from hdtool.data.stores.manifest import (
-    STORE_FORMATS,
-    Manifest,
-    StoredFile,
-    TokenizerFingerprint,
-)
+from hdtool.data.stores.kinds import BUILT_KINDS, HISTORY_KIND
+from hdtool.data.stores.manifest import Manifest, StoredFile, TokenizerFingerprint
 from hdtool.data.stores.store_files import (
     BUILT_FILES,
-    HISTORY_KIND,
     LOCK_FILE,
     MANIFEST,
     check_destination,
@@ -42,7 +37,6 @@ from hdtool.data.stores.store_files import (
     write_manifest,
 )
 
-BUILD_COMMANDS = {"corpus": "hdtool build-corpus-db", "model": "hdtool build-model-db"}
 MAX_OPEN_ATTEMPTS = 10
 """Maximum number of attempts to open a store that other processes keep replacing."""
 
@@ -78,17 +72,17 @@ def parse_manifest(folder: Path, text: bytes, *, check: bool) -> Manifest:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{folder / MANIFEST} cannot be read ({error}): build the store again") from None
-    format, kind = (row.get("format"), str(row.get("kind"))) if isinstance(row, dict) else (None, "")
-    if kind == HISTORY_KIND:
+    format, name = (row.get("format"), str(row.get("kind"))) if isinstance(row, dict) else (None, "")
+    if name == HISTORY_KIND:
         raise StoreError(
             f"{folder} is a history store, a model store or a corpus index is needed: name another folder, "
             "or make a model store of it with hdtool build-model-db --from"
         )
-    needed = STORE_FORMATS.get(kind)
-    if needed and (type(format) is not int or format != needed):
+    kind = BUILT_KINDS.get(name)
+    if kind and (type(format) is not int or format != kind.format):
         raise StoreError(
-            f"{folder} is a store of format {ascii(format)[:20]}, this hdtool reads format {needed}: "
-            f"build it again with {BUILD_COMMANDS[kind]}"
+            f"{folder} is a store of format {ascii(format)[:20]}, this hdtool reads format {kind.format}: "
+            f"build it again with {kind.command}"
         )
     try:
         manifest = Manifest.from_json(row)
@@ -96,19 +90,18 @@ def parse_manifest(folder: Path, text: bytes, *, check: bool) -> Manifest:
         raise StoreError(f"{folder / MANIFEST} is damaged ({error}): build the store again") from None
     if check:
         for file in manifest.files.values():
-            _check_size(folder, file, manifest.kind)
+            _check_size(folder, file, BUILT_KINDS[manifest.kind].rebuild_advice)
     return manifest
 
 
-def _check_size(folder: Path, file: StoredFile, kind: str) -> None:
+def _check_size(folder: Path, file: StoredFile, advice: str) -> None:
     path = folder / file.name
     try:
         status = os.stat(path)
     except OSError:
-        raise StoreError(f"{path} is missing: build the store again with {BUILD_COMMANDS[kind]}") from None
+        raise StoreError(f"{path} is missing: {advice}") from None
     if not stat.S_ISREG(status.st_mode) or status.st_size != file.bytes:
-        state = f"has {status.st_size:,} bytes instead of {file.bytes:,}"
-        raise StoreError(f"{path} {state}: build the store again with {BUILD_COMMANDS[kind]}")
+        raise StoreError(f"{path} has {status.st_size:,} bytes instead of {file.bytes:,}: {advice}")
 
 
 def require_store(manifest: Manifest, folder: Path, kind: str, tokenizer: TokenizerFingerprint | None = None) -> None:
@@ -120,7 +113,7 @@ def require_store(manifest: Manifest, folder: Path, kind: str, tokenizer: Tokeni
             f"{folder} was built with another tokenizer ({printable(manifest.tokenizer.fingerprint)[:40]}, "
             f"{manifest.tokenizer.vocab_size:,} tokens; the model has {tokenizer.fingerprint}, "
             f"{tokenizer.vocab_size:,}): give the model that it was built for with --model, or build it again with "
-            f"{BUILD_COMMANDS[kind]} --model MODEL"
+            f"{BUILT_KINDS[kind].command} --model MODEL"
         )
 
 
@@ -133,10 +126,8 @@ def damaged_files(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def _stream_of(path: Path) -> BinaryIO:
-    try:
+    with os_errors_as(StoreError, f"{path} cannot be read", "build the store again"):
         return open(path, "rb")
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read ({error.strerror or error}): build the store again") from None
 
 
 def _hash_of(stream: BinaryIO) -> str:

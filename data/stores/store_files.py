@@ -19,32 +19,14 @@ from hdtool.data.durable_files import why_foreign_lock
 from hdtool.data.errors import StoreError, os_errors_as
 from hdtool.data.file_origins import json_object
 from hdtool.data.output_files import sync_to_disk
+from hdtool.data.stores.kinds import BUILT_KINDS, HISTORY, HISTORY_KIND
 
 MANIFEST = "manifest.json"
 LOCK_FILE = ".lock"
-MODEL_KIND, CORPUS_KIND = "model", "corpus"
-"""Kinds of stores that are built from inputs."""
-HISTORY_KIND = "history"
-"""Kind of a history store, which is appended to and never built; see ``HistoryManifest``."""
-HISTORY_PARTS = {"conversations": "mdb", "ring": "bin", "chains": "bin"}
 LMDB_LOCK_ENDING = "-lock"
 """Suffix of the file in which LMDB registers its readers."""
-STORE_PARTS = {
-    CORPUS_KIND: {"documents": "bin", "suffixes": "bin", "heads": "bin", "signposts": "bin", "shards": "bin"},
-    MODEL_KIND: {
-        "record": "mdb",
-        "slots": "bin",
-        "keys": "bin",
-        "rows": "bin",
-        "heads": "bin",
-        "phrases": "bin",
-    },
-}
-"""Parts of each kind of built store, with the suffixes of their files."""
-OPTIONAL_PARTS = {CORPUS_KIND: {}, MODEL_KIND: {"rankings": "bin"}}
-"""Parts that a store may lack."""
 PART_ENDINGS = {
-    part: ending for parts in (STORE_PARTS, OPTIONAL_PARTS) for kind in parts.values() for part, ending in kind.items()
+    part: ending for kind in BUILT_KINDS.values() for part, ending in (*kind.parts.items(), *kind.optional.items())
 }
 MANIFEST_FIELDS = frozenset({"kind", "tokenizer", "counts", "options", "sources", "files", "format"})
 MIN_OWN_FIELDS = 5
@@ -54,7 +36,7 @@ _BUILD = "[0-9a-f]{8}"
 """Pattern of a build's eight random hexadecimal digits."""
 BUILT_FILES = re.compile("|".join(rf"{part}-{_BUILD}\.{ending}" for part, ending in PART_ENDINGS.items()))
 HISTORY_FILES = re.compile(
-    "|".join(rf"{part}-{_BUILD}\.{ending}({LMDB_LOCK_ENDING})?" for part, ending in HISTORY_PARTS.items())
+    "|".join(rf"{part}-{_BUILD}\.{ending}({LMDB_LOCK_ENDING})?" for part, ending in HISTORY.parts.items())
 )
 """Patterns of the names of the files of built stores and of history stores."""
 NEW_MANIFEST = re.compile(re.escape(MANIFEST) + f"-{_BUILD}")
@@ -81,14 +63,13 @@ def create_empty(path: Path) -> None:
 def manifest_bytes(folder: Path, needed: str = "store", advice: str = "build one, or name the folder of one") -> bytes:
     """Return the content of the manifest in a folder. Raises StoreError if the folder has no readable manifest."""
     path = folder / MANIFEST
-    try:
+    with os_errors_as(StoreError, f"{path} cannot be read", "correct the permissions"):
         if path.exists() and not path.is_file():  # reading a named pipe would block
             raise StoreError(f"{path} is not a file: name the folder of a {needed}")
-        return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise StoreError(f"{folder} holds no {needed}: {advice}") from None
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read ({error.strerror or error}): correct the permissions") from None
+        try:
+            return path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            raise StoreError(f"{folder} holds no {needed}: {advice}") from None
 
 
 def write_manifest(folder: Path, build: str, row: dict[str, Any]) -> None:
@@ -156,7 +137,7 @@ def holds_manifest(folder: Path) -> bool:
         return any(BUILT_FILES.fullmatch(name) and is_regular(folder / name) for name in os.listdir(folder))
     if not isinstance(row, dict):
         return False
-    known_kind = isinstance(row.get("kind"), str) and row["kind"] in STORE_PARTS
+    known_kind = isinstance(row.get("kind"), str) and row["kind"] in BUILT_KINDS
     return (known_kind and isinstance(row.get("format"), int)) or len(MANIFEST_FIELDS & row.keys()) >= MIN_OWN_FIELDS
 
 

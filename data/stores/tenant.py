@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hdtool.data.errors import OptionError
 from hdtool.data.home import home
-from hdtool.data.stores.store_files import HISTORY_KIND
+from hdtool.data.stores.kinds import HISTORY_KIND
 
 MAX_FOLDER_NAME = 200
 """Maximum length of a namespace's folder name. File systems allow up to 255 characters, some fewer."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,10 +26,10 @@ import numpy.typing as npt
 
 from hdtool.data.documents import token_type
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import read_store, require_store
+from hdtool.data.stores.kinds import CORPUS_KIND
 from hdtool.runtime.core.tree import LARGEST_TREE
 from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
+from hdtool.runtime.stores.built_store import BuiltStore
 from hdtool.runtime.stores.store_files import documents_of, mapped_part
 from hdtool.runtime.stores.suffix_search import (
     PREFIX,
@@ -265,7 +264,6 @@ def look_up(corpus: Ints, record: Ints, tail: Ints) -> None:
             read_samples(corpus, ranges, 0, order, found, MAX_SAMPLES)
 
 
-KIND = "corpus"
 MAX_CONTEXT_TOKENS = 16
 CONTINUATION_DEPTH = 10
 MATCH_SAMPLES = 128
@@ -297,26 +295,16 @@ class Continuations(NamedTuple):
         return self.nodes[NODE_COUNT]
 
 
-class CorpusIndex(Uncopyable):
-    """A corpus index opened for lookups. Its files are memory-mapped, so only accessed pages are loaded."""
+class CorpusIndex(BuiltStore):
+    """A corpus index opened for lookups."""
 
-    def __init__(
-        self, folder: Path, tokenizer: TokenizerFingerprint | None = None, manifest: Manifest | None = None
-    ) -> None:
-        """Open the index, reading its manifest if ``manifest`` is None. Raise StoreError if the index can't be used."""
-        self.folder = folder
-        if manifest:
-            self._open(manifest, tokenizer)
-        else:
-            read_store(folder, lambda found: self._open(found, tokenizer))
+    kind = CORPUS_KIND
 
-    def _open(self, manifest: Manifest, tokenizer: TokenizerFingerprint | None) -> None:
-        require_store(manifest, self.folder, KIND, tokenizer)
-        self.manifest = manifest
-        self.end = manifest.tokenizer.vocab_size
+    def _map_files(self) -> None:
+        self.end = self.manifest.tokenizer.vocab_size
         """Id of the end token after each document, which is the size of the vocabulary."""
         self.shards = Shards(
-            tokens=documents_of(self.folder, manifest),
+            tokens=documents_of(self.folder, self.manifest),
             suffixes=self._part("suffixes", np.uint32).reshape(-1),
             heads=self._part("heads", np.uint32, self.end + 1),
             sampled_prefixes=self._part("signposts", token_type(self.end), PREFIX_TOKENS),

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.data.stores.history_manifest import HISTORY_FORMAT
-from hdtool.data.stores.store_files import HISTORY_KIND
+from hdtool.data.stores.kinds import HISTORY, HISTORY_KIND
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.corpus_index import MAX_RANGE_ORDER, CorpusIndex, CorpusSearch
 from hdtool.runtime.stores.history_store import HistoryStore
@@ -142,7 +141,7 @@ def description(store: HistoryStore) -> dict[str, Any]:
     return {
         "store": str(store.folder),
         "kind": HISTORY_KIND,
-        "format": HISTORY_FORMAT,
+        "format": HISTORY.format,
         "tokenizer": manifest.tokenizer.fingerprint,
         "model": manifest.model,
         "vocab_size": manifest.tokenizer.vocab_size,

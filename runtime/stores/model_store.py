@@ -32,12 +32,13 @@ import numpy as np
 
 from hdtool.data.documents import Tokens, token_type
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import BUILD_COMMANDS, damaged_files, read_store, require_store
-from hdtool.runtime.kernels.compiled import Ints as Ints, Uncopyable, array_at, compiled, prefetch
+from hdtool.data.stores.kinds import BUILT_KINDS, MODEL_KIND
+from hdtool.data.stores.manifest import Manifest
+from hdtool.data.stores.store import damaged_files
+from hdtool.runtime.kernels.compiled import Ints as Ints, array_at, compiled, prefetch
+from hdtool.runtime.stores.built_store import BuiltStore
 from hdtool.runtime.stores.store_files import damage_of, mapped_part
 
-KIND = "model"
 MAX_PREFIX_TOKENS = 4
 PHRASE_TOKENS = 4
 """Number of tokens in a phrase, without the token before it."""
@@ -80,29 +81,20 @@ class StoreEntry(NamedTuple):
     counts: Ints
 
 
-class ModelStore(Uncopyable):
-    """A model store opened for lookups. Its files are memory-mapped, so only accessed pages are loaded."""
+class ModelStore(BuiltStore):
+    """A model store opened for lookups."""
 
-    def __init__(
-        self, folder: Path, tokenizer: TokenizerFingerprint | None = None, manifest: Manifest | None = None
-    ) -> None:
-        """Open the store, reading its manifest if ``manifest`` is None. Raise StoreError if the store can't be used."""
-        self.folder = folder
-        if manifest:
-            self._open(manifest, tokenizer)
-        else:
-            read_store(folder, lambda found: self._open(found, tokenizer))
+    kind = MODEL_KIND
 
-    def _open(self, manifest: Manifest, tokenizer: TokenizerFingerprint | None) -> None:
-        require_store(manifest, self.folder, KIND, tokenizer)
-        self.manifest = manifest
-        self.vocabulary = manifest.tokenizer.vocab_size
+    def _map_files(self) -> None:
+        self.vocabulary = self.manifest.tokenizer.vocab_size
         self.slots = self._part("slots", 1).reshape(-1)
         self.keys = self._part("keys", KEY_WIDTH)
         self.rows = self._part("rows", 2)
         self._heads = self._part("heads", 1).reshape(-1)
         self._phrases = self._part("phrases", PHRASE_TOKENS + 1)
-        self.rankings = self._part("rankings", 2 * VOCABULARY_RANKING_TOKENS) if "rankings" in manifest.files else None
+        ranked = "rankings" in self.manifest.files
+        self.rankings = self._part("rankings", 2 * VOCABULARY_RANKING_TOKENS) if ranked else None
         """The model's top tokens after each token of the vocabulary; None if the store was built without them."""
         self.record = model_record(self)
         """Addresses of the store's arrays, for compiled code."""
@@ -356,7 +348,7 @@ class ModelRecord:
         """
         file = manifest.files[RECORD_PART]
         if damaged_files(folder, replace(manifest, files={RECORD_PART: file})):
-            raise StoreError(f"{folder / file.name} is damaged: build the store again with {BUILD_COMMANDS[KIND]}")
+            raise StoreError(f"{folder / file.name} is damaged: {BUILT_KINDS[MODEL_KIND].rebuild_advice}")
         record = cls.opened(folder / file.name, manifest.tokenizer.vocab_size)
         with record._environment.begin() as transaction:
             if fault := damage_of(record.path, transaction.id()):
@@ -411,7 +403,7 @@ class ModelRecord:
             raise self._damage(str(error)) from None
 
     def _damage(self, fault: str) -> StoreError:
-        return StoreError(f"{self.path} is damaged ({fault}): build the store again with {BUILD_COMMANDS[KIND]}")
+        return StoreError(f"{self.path} is damaged ({fault}): {BUILT_KINDS[MODEL_KIND].rebuild_advice}")
 
 
 class RecordWriter:

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from hdtool.data.documents import token_type
 from hdtool.data.errors import StoreError, os_errors_as
+from hdtool.data.stores.kinds import BUILT_KINDS
 from hdtool.data.stores.manifest import Manifest
-from hdtool.data.stores.store import BUILD_COMMANDS
 from hdtool.runtime.kernels.compiled import compiled
 
 Mode = Literal["r", "c"]
@@ -32,7 +32,7 @@ def mapped_part(
     Raises StoreError if the file can't be mapped or its size differs from the manifest's.
     """
     path, size, row = folder / manifest.files[part].name, manifest.files[part].bytes, np.dtype(kind).itemsize * width
-    again = f"build the store again with {BUILD_COMMANDS[manifest.kind]}"
+    again = BUILT_KINDS[manifest.kind].rebuild_advice
     try:
         with open(path, "rb") as stream:
             # Ask for the open file's size: the path may have been replaced.

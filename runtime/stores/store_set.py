@@ -22,8 +22,15 @@ from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerpri
 from hdtool.data.stores.store import read_manifest, read_store
 from hdtool.data.stores.store_files import MANIFEST
 from hdtool.data.stores.tenant import history_of_tenant
-from hdtool.runtime.config.decoding import HISTORY_LETTER, HOME, SOURCE_LETTERS, DecodeConfig, StoresConfig
-from hdtool.runtime.stores.corpus_index import KIND, CorpusIndex
+from hdtool.runtime.config.decoding import (
+    HISTORY_LETTER,
+    HOME,
+    SOURCE_LETTERS,
+    SOURCE_NAMES,
+    DecodeConfig,
+    StoresConfig,
+)
+from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_files import create_if_new
 from hdtool.runtime.stores.history_store import History, HistoryStore
 from hdtool.runtime.stores.model_store import ModelStore
@@ -40,11 +47,11 @@ def open_store(folder: str | Path) -> CorpusIndex | ModelStore:
 
 def store_of(folder: Path, manifest: Manifest) -> CorpusIndex | ModelStore:
     """Open the store in a folder whose manifest has already been read."""
-    return (CorpusIndex if manifest.kind == KIND else ModelStore)(folder, manifest=manifest)
+    return STORE_CLASSES[manifest.kind](folder, manifest=manifest)
 
 
-KINDS: dict[str, type[ModelStore | CorpusIndex]] = {"model": ModelStore, "corpus": CorpusIndex}
-"""Kind of the store in each field of ``StoreSet``."""
+STORE_CLASSES: dict[str, type[ModelStore | CorpusIndex]] = {each.kind: each for each in (ModelStore, CorpusIndex)}
+"""Classes of opened stores by kind, which is also the name of their field in ``StoreSet``."""
 AnyStore = TypeVar("AnyStore", ModelStore, CorpusIndex)
 
 
@@ -122,24 +129,29 @@ class StoreSet:
 
         The history is dropped, because it is in this process's memory.
         """
-        places = {name: (store.folder, store.manifest.tokenizer) for name, store in self._both.items() if store}
+        places = {kind: (store.folder, store.manifest.tokenizer) for kind, store in self.opened.items()}
         return _reopened, ({**vars(self), **places, "history": None},)
 
     @property
-    def _both(self) -> dict[str, ModelStore | CorpusIndex | None]:
-        return {"model": self.model, "corpus": self.corpus}
+    def opened(self) -> dict[str, ModelStore | CorpusIndex]:
+        """The opened stores by kind."""
+        return {kind: store for kind in STORE_CLASSES if (store := getattr(self, kind))}
+
+    @property
+    def letters(self) -> str:
+        """Letters of the sources that can be drafted from without a history: the conversation and the stores."""
+        return "".join(one for one in SOURCE_LETTERS if one == "C" or SOURCE_NAMES[one] in self.opened)
 
     def __str__(self) -> str:
-        stores = [store for store in self._both.values() if store]
-        if stores:
-            return " and ".join(f"{store.folder} ({_size(store.manifest)})" for store in stores)
+        if self.opened:
+            return " and ".join(f"{store.folder} ({_size(store.manifest)})" for store in self.opened.values())
         if self.databases == "C":
             return "the conversation itself"
         return "no stores, only the conversation itself" if "C" in self.databases else "no stores"
 
 
 def _reopened(fields: dict[str, Any]) -> StoreSet:
-    opened = {name: kind(*fields[name]) for name, kind in KINDS.items() if fields[name]}
+    opened = {kind: opened(*fields[kind]) for kind, opened in STORE_CLASSES.items() if fields[kind]}
     return StoreSet(**{**fields, **opened})
 
 

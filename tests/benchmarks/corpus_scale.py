@@ -26,7 +26,6 @@ from hdtool.builders.stores.build import build_corpus_index
 from hdtool.builders.stores.build_engine import BuildEngine
 from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.documents import Document, Source, stored_documents
-from hdtool.data.progress import progress_bar
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config.building import BuildConfig
@@ -110,8 +109,7 @@ def build_real_index(folder: Path, corpus: Path, model: str | None) -> Tokenizer
     """Build the index of a corpus, from which larger ones are drawn; return the tokenizer's fingerprint."""
     tokenizer = load_tokenizer(ModelConfig(model))
     mark, reading = TokenizerFingerprint.of(tokenizer), RecordReader([corpus])
-    with progress_bar(1, "", quiet=True) as shown:
-        build_corpus_index(folder, tokenized(reading, tokenizer, shown), mark, reading.sources)
+    build_corpus_index(folder, tokenized(reading, tokenizer, quiet=True), mark, reading.sources)
     return mark
 
 

@@ -33,17 +33,17 @@ def main() -> None:
     torch.set_num_threads(1)
     conversations, stores = read_recordings(options)
     study = Study(conversations, stores, options.draft_tokens, method=METHOD)
-    orders = ["".join(order) for order in permutations(study.letters)]
-    results = study.results(list(dict.fromkeys([*subsets(study.letters), *orders])))
+    orders = ["".join(order) for order in permutations(study.store_set.letters)]
+    results = study.results(list(dict.fromkeys([*subsets(study.store_set.letters), *orders])))
     columns = {"sources": "", "tokens per step": ".3f", "drafting, µs a step": ".0f"}
     rows = ((sources, result.tokens_per_step, result.draft_us(50)) for sources, result in results.items())
     print(Table.of("", columns, rows).markdown() + "\n")
     accepted = {
         letter: np.concatenate([turn.sources for turn in results[letter].turns]) == source_of(letter)
-        for letter in study.letters
+        for letter in study.store_set.letters
     }
     times_accepted = np.sum(list(accepted.values()), axis=0)
-    shares = source_shares(METHOD, results[study.letters]).sources
+    shares = source_shares(METHOD, results[study.store_set.letters]).sources
     columns = {"source": "", "verify success": ".1%", "of its tokens accepted": ".1%", "from no other, alone": ","}
     alone = {str(source_of(letter)): int((own & (times_accepted == 1)).sum()) for letter, own in accepted.items()}
     found = ((name, share.win_rate, share.acceptance_rate, alone[name]) for name, share in shares.items())

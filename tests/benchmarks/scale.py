@@ -25,7 +25,6 @@ from hdtool.builders.stores.build import build_corpus_index
 from hdtool.builders.stores.build_engine import SORT_MEMORY_FACTOR, BuildEngine
 from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.documents import Document, Source
-from hdtool.data.progress import progress_bar
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config.building import BuildConfig
@@ -123,8 +122,7 @@ def measure(corpus: Path, model: str | None, shards: list[int], place: Path) -> 
     tokenizer = load_tokenizer(ModelConfig(model))
     mark, reading = TokenizerFingerprint.of(tokenizer), RecordReader([corpus])
     started = cpu_seconds()
-    with progress_bar(1, "", quiet=True) as shown:
-        documents = list(tokenized(reading, tokenizer, shown))
+    documents = list(tokenized(reading, tokenizer, quiet=True))
     read = cpu_seconds() - started
     tokens = sum(len(document.ids) for document in documents)
     print(f"{tokens:,} tokens, read and tokenized in {read:.1f} s of a core, {1e6 * read / tokens:.2f} µs a token\n")

@@ -22,7 +22,6 @@ import psutil
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.documents import Document
-from hdtool.data.progress import progress_bar
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config.model import ModelConfig
@@ -50,8 +49,7 @@ def percentiles(lookup: Callable[[Any], Any], contexts: list[Any]) -> list[str]:
 
 def documents_of(path: Path, tokenizer: Any, *, answers_only: bool) -> tuple[float, list[Document], RecordReader]:
     reading = RecordReader([path], answers_only=answers_only)
-    with progress_bar(1, "", quiet=True) as shown:
-        seconds, documents = timed(lambda: list(tokenized(reading, tokenizer, shown)))
+    seconds, documents = timed(lambda: list(tokenized(reading, tokenizer, quiet=True)))
     return seconds, documents, reading
 
 

@@ -31,12 +31,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(FOUND)
 pytestmark = pytest.mark.filterwarnings("default")
 
 from hdtool.builders.stores import ray_engine as engines  # noqa: E402
-from hdtool.builders.stores.build import build_corpus_index, build_model_store  # noqa: E402
+from hdtool.builders.stores.build import BUILDS  # noqa: E402
 from hdtool.builders.stores.build_engine import BuildEngine  # noqa: E402
 from hdtool.builders.stores.ray_engine import ray_engine  # noqa: E402
 from hdtool.cli.app import run  # noqa: E402
 from hdtool.data.errors import ClusterError, RecordError  # noqa: E402
-from hdtool.data.progress import progress_bar  # noqa: E402
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint  # noqa: E402
 from hdtool.data.stores.store import read_manifest  # noqa: E402
 from hdtool.data.stores.store_files import MANIFEST  # noqa: E402
@@ -50,7 +49,6 @@ SHARD_BYTES = 40_000
 """Some twenty shards."""
 AT_WORK = ("ray::_portions", "ray::_encode_portion", "ray::sort_shard")
 """How Ray calls a worker while it does these."""
-BUILDS = {"corpus": "build-corpus-db", "model": "build-model-db"}
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
@@ -88,12 +86,9 @@ def build(kind: str, folder: Path, inputs: list[Path], engine: BuildEngine, toke
     mark_of = load_tokenizer(ModelConfig())
     reading = RecordReader(inputs, answers_only=kind == "model")
     engine.prepare(reading)
-    with progress_bar(reading.total_bytes, "reading", quiet=True) as shown:
-        documents, mark = engine.documents(reading, tokenizer or mark_of, shown), TokenizerFingerprint.of(mark_of)
-        if kind == "corpus":
-            made = build_corpus_index(folder, documents, mark, reading.sources, shard_bytes=SHARD_BYTES, engine=engine)
-        else:
-            made = build_model_store(folder, documents, mark, reading.sources, top_k=900, engine=engine)
+    documents, mark = engine.documents(reading, tokenizer or mark_of), TokenizerFingerprint.of(mark_of)
+    options = {"shard_bytes": SHARD_BYTES} if kind == "corpus" else {"top_k": 900}
+    made = BUILDS[kind](folder, documents, mark, reading.sources, engine=engine, **options)
     assert reading.tally.bad == 1 and "b.jsonl:8: not valid JSON" in reading.tally.messages[0]
     return made
 
@@ -292,10 +287,9 @@ def test_too_many_bad_records(cluster: Any, tmp_path: Path) -> None:
     reading = RecordReader([tmp_path / "bad.jsonl"])
     with (
         ray_engine(cluster.address, None, quiet=True) as engine,
-        progress_bar(0, "", quiet=True) as shown,
         pytest.raises(RecordError, match=r"2 of 3 records cannot be used, the first at .*bad.jsonl:2 "),
     ):
-        list(engine.documents(reading, load_tokenizer(ModelConfig()), shown))
+        list(engine.documents(reading, load_tokenizer(ModelConfig())))
 
 
 def test_a_shard_that_no_node_can_sort(cluster: Any, inputs: list[Path], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import redirect_stderr
 from io import StringIO
 
-from hdtool.data.progress import deferred_bar, progress_bar
+from hdtool.data.progress import progress_bar
 
 
 class Terminal(StringIO):
@@ -31,13 +31,3 @@ def test_a_bar_names_what_it_counts() -> None:
         with progress_bar(2048, "reading", unit="B") as shown:
             shown.to(2048)
         assert "| 2.00k/2.00k [" in terminal.last and terminal.last.endswith("B/s]")
-
-
-def test_a_late_bar_is_shown_once_its_total_is_known() -> None:
-    with redirect_stderr(Terminal()) as terminal:
-        with deferred_bar("answers") as show:
-            assert not terminal.getvalue()
-            show(0, 8)
-            assert "| 0/8 [" in terminal.last
-            show(6, 8)
-        assert " 75%|" in terminal.last and "| 6/8 [" in terminal.last

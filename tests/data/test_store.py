@@ -17,16 +17,16 @@ import pytest
 
 from hdtool.data import demo
 from hdtool.data.errors import StoreError
+from hdtool.data.stores.kinds import BUILT_KINDS
 from hdtool.data.stores.manifest import InputShare, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import building, damaged_files, read_manifest, require_store
-from hdtool.data.stores.store_files import STORE_PARTS
 
 MARK = TokenizerFingerprint("0123", 100)
 
 
 def build(folder: Path, content: bytes, kind: str = "corpus") -> Manifest:
     with building(folder) as store:
-        for part in STORE_PARTS[kind]:
+        for part in BUILT_KINDS[kind].parts:
             store.path(part).write_bytes(content)
         share = InputShare("input.jsonl", "ab" * 32, 3, 17)
         counts = {"tokens": 17, "documents": 3}
@@ -52,7 +52,7 @@ def test_a_new_build_replaces_the_old_and_leaves_no_litter(tmp_path: Path) -> No
     build(tmp_path, b"old", "model")
     build(tmp_path, b"new", "corpus")
     assert content_of(tmp_path) == b"new"
-    assert len([path for path in tmp_path.iterdir() if path.name != ".lock"]) == len(STORE_PARTS["corpus"]) + 1
+    assert len([path for path in tmp_path.iterdir() if path.name != ".lock"]) == len(BUILT_KINDS["corpus"].parts) + 1
 
 
 def test_readers_keep_the_store_that_they_opened(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_killed_builds_leave_the_old_store_or_a_new_one(times: int, tmp_path: Pa
     assert len(seen) > 1, "no build was ever finished: the kills came too early to test anything"
     build(tmp_path, b"last")
     assert content_of(tmp_path) == b"last"
-    assert len(list(tmp_path.iterdir())) == len(STORE_PARTS["corpus"]) + 2
+    assert len(list(tmp_path.iterdir())) == len(BUILT_KINDS["corpus"].parts) + 2
 
 
 def test_two_builds_of_one_store_do_not_mix(tmp_path: Path) -> None:

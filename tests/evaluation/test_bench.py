@@ -35,6 +35,7 @@ from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.kernels.linear import has_compiled_layers
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
+from tests.support.bars import counted_bars
 from tests.support.processes import HDTOOL, start, wait_until
 from tests.support.spec_bench_answers import turn_of
 
@@ -523,14 +524,14 @@ def test_other_settings_go_elsewhere(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "with drafters cold, not warm" in complaint(capfd, *arguments, "--memory", "warm")
 
 
-def test_progress_counts_each_turn_of_each_contender(tmp_path: Path) -> None:
+def test_progress_counts_each_turn_of_each_contender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [question("1", "qa", "a later turn"), question("2")]
     bench = BenchConfig(("ar", "pld"), out=str(tmp_path), warm_up=1, rounds=2)
-    told: list[tuple[int, int]] = []
     plan = BenchPlan(asked, bench, decoding=DecodeConfig(max_new_tokens=2), spare=[question("3")])
-    plan.results(lambda done, total: told.append((done, total)))
+    bars = counted_bars(monkeypatch)
+    plan.results()
     turns = 2 * (1 + 2 * (2 + 1))  # of two contenders: a warm-up, and two rounds of two questions
-    assert told == [(done, turns) for done in range(turns + 1)]
+    assert [(bar.position, bar.total) for bar in bars] == [(turns, turns)]
 
 
 def test_the_table_and_the_record_name_the_drafters(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

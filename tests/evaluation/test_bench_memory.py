@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hdtool.builders.evaluation.bench import Bench
@@ -10,7 +12,7 @@ from hdtool.builders.evaluation.contenders import Contender, GenerateContender
 from hdtool.data import demo
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.chat import encode_conversation
-from hdtool.data.prompts import Prompt, interleave_categories, read_prompts
+from hdtool.data.prompts import interleave_categories, read_prompts
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
@@ -62,8 +64,8 @@ def test_nothing_learned_before_shows_in_cold_answers(
     """Nodes, tokens of each step and their sources, of each answer."""
 
     class Noted(Bench):
-        def _answered(self, contender: Contender, question: Prompt) -> list[AnsweredTurn]:
-            found = super()._answered(contender, question)
+        def _answered(self, *given: Any) -> list[AnsweredTurn]:
+            found = super()._answered(*given)
             noted.extend((turn.nodes, turn.step_tokens, turn.drafted_by) for turn in found)
             return found
 

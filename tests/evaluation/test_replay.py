@@ -40,6 +40,7 @@ from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
+from tests.support.bars import counted_bars
 from tests.support.processes import HDTOOL, read_until, start, wait_until
 from tests.support.trees import tokens_to, trees
 
@@ -224,13 +225,12 @@ def test_two_processes_bring_what_one_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_pool, "CONVERSATIONS_PER_JOB", 1)
-    counts: list[int] = []
-    every = [*conversations, *repeated]
+    bars, every = counted_bars(monkeypatch), [*conversations, *repeated]
     several = [*contenders(), ReplayMethod("remembering", remembering().config)]
-    one, two = (replay(several, every, store_set, workers=workers, on_progress=counts.append) for workers in (1, 2))
+    one, two = (replay(several, every, store_set, workers=workers) for workers in (1, 2))
     assert list(one) == list(two) == ["pld", "hd", "remembering"]
     assert all(counted(one[name]) == counted(two[name]) for name in one)
-    assert counts[-1] == 3 * (7 + 8), "turns of all contenders"
+    assert [(bar.position, bar.total) for bar in bars] == [(3 * (7 + 8),) * 2] * 2, "turns of all contenders"
     assert set(two["hd"].source_seconds) == set(one["hd"].source_seconds)
     assert max(steps_of(one["remembering"])[8::2]) < 15, "parts of one conversation would forget"
 
@@ -294,17 +294,21 @@ def test_every_contender_has_a_history_of_its_own(repeated: list[list[RecordedTu
     assert not len(filled.history.answers) if filled.history else False
 
 
-def test_what_is_played_before_is_not_counted(repeated: list[list[RecordedTurn]]) -> None:
+def test_what_is_played_before_is_not_counted(
+    repeated: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars = counted_bars(monkeypatch)
     warm, measured = repeated[::2], repeated[1::2]
     contenders = [remembering(), ReplayMethod("pld", DecodeConfig("pld"))]
     played = replay(contenders, measured, StoreSet(), workers=1, warm=warm)
     assert [len(one.turns) for one in played.values()] == [4, 4]
     assert max(steps_of(played["hd"])) < 15 and steps_of(played["pld"]) == [40] * 4
     assert [one.warm_tokens for one in played.values()] == [160, 0]
-    assert worker_pool.total_turns(contenders, measured, warm) == 12
+    assert bars[-1].position == bars[-1].total == 12
     forgot = replay([remembering(history=False)], measured, StoreSet(), workers=1, warm=warm)["hd"]
     assert steps_of(forgot) == [40] * 4 and forgot.warm_tokens == 160
-    assert worker_pool.total_turns([remembering(history=False)], measured * 100, warm) == 400 + 4 * 4
+    replay([remembering(history=False)], measured * 100, StoreSet(), workers=1, warm=warm)
+    assert bars[-1].position == bars[-1].total == 400 + 4 * 4
 
 
 def test_the_weights_are_warm_without_a_history(store_set: StoreSet, conversations: list[list[RecordedTurn]]) -> None:

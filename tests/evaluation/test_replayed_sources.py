@@ -57,10 +57,10 @@ def played_turn(tokens: list[int], sources: list[int], steps: list[int] | None =
 def test_all_sources_that_are_there_are_replayed() -> None:
     study = Study([[turn([1], [2])]], SHELF, budget=7)
     config = study.contender("SM").config
-    assert (study.letters, config.method, config.sources, config.order) == ("CMS", "hd", "SM", "SMC")
+    assert (study.store_set.letters, config.method, config.sources, config.order) == ("CMS", "hd", "SM", "SMC")
     assert config.draft_tokens == 7 and not config.lookahead
-    assert Study([], StoreSet(SHELF.model, None)).letters == "CM"
-    assert Study([], StoreSet()).letters == "C"
+    assert StoreSet(SHELF.model, None).letters == "CM"
+    assert StoreSet().letters == "C"
 
 
 def test_an_answer_that_repeats_itself_is_drafted_from_its_context() -> None:

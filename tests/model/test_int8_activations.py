@@ -101,7 +101,7 @@ def test_the_answers_of_generate_may_differ(tmp_path: Path, capfd: pytest.Captur
     assert "in float32, activations in int8, 3 questions" in " ".join(shown.split())
     assert "\ngenerate does not round activations: its answers may differ" in shown
     config = ModelConfig(file, device="cpu", activations="int8")
-    found = answer_prompts(load(config), StoreSet(), config, read_prompts(prompts), 3, 24, None, lambda _: None)
+    found = answer_prompts(load(config), StoreSet(), config, read_prompts(prompts), 3, 24, None)
     assert (found["prompts"], found["identical"], found["near_ties"]) == (3, 3, 0)
 
 

@@ -34,10 +34,10 @@ from hdtool.data.errors import StoreError
 from hdtool.data.stores import history_manifest
 from hdtool.data.stores.history_manifest import DEFAULT_SOURCE, HistoryManifest, read_history_manifest
 from hdtool.data.stores.home import history_at_home
+from hdtool.data.stores.kinds import HISTORY
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.data.stores.store_files import (
-    HISTORY_PARTS,
     LMDB_LOCK_ENDING,
     MANIFEST,
     refuse_other_files,
@@ -138,7 +138,7 @@ def test_the_store_grows_up_to_its_bound(tmp_path: Path) -> None:
     kept = held(store)
     assert len(kept) > 200 and kept == said[-len(kept) :], "the oldest conversations went first"
     assert found(store, *said[-1][:2])[0] == said[-1][2]
-    assert len(list(tmp_path.iterdir())) == len(HISTORY_PARTS) + 3, "no file of a smaller ring is left"
+    assert len(list(tmp_path.iterdir())) == len(HISTORY.parts) + 3, "no file of a smaller ring is left"
 
 
 def test_growth_moves_nothing_and_may_be_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +297,7 @@ def written(tmp_path: Path) -> tuple[Path, HistoryManifest]:
     return store.folder, store.manifest
 
 
-@pytest.mark.parametrize("part", HISTORY_PARTS)
+@pytest.mark.parametrize("part", HISTORY.parts)
 @pytest.mark.parametrize("size", [None, 0, 1, 5_000, 20_000, -1])
 @pytest.mark.one_in(2)
 def test_a_file_that_is_cut_off_is_named(part: str, size: int | None, written: tuple[Path, HistoryManifest]) -> None:
@@ -362,7 +362,7 @@ def test_bytes_that_changed_end_no_process(tmp_path: Path, written: tuple[Path, 
         for number in range(60):
             copy = tmp_path / str(number)
             shutil.copytree(folder, copy)
-            part = list(HISTORY_PARTS)[number % 4 % 3]
+            part = list(HISTORY.parts)[number % 4 % 3]
             path = manifest.path(copy, part)
             content = bytearray(path.read_bytes())
             start = rng.randrange(len(content))
@@ -465,7 +465,7 @@ def test_files_of_a_killed_command_go_when_the_store_is_opened(tmp_path: Path, m
     assert planted_in(tmp_path)
     opened(tmp_path)
     assert planted_in(tmp_path) == []
-    assert len(list(tmp_path.iterdir())) == len(HISTORY_PARTS) + 3
+    assert len(list(tmp_path.iterdir())) == len(HISTORY.parts) + 3
 
 
 def test_a_reader_sees_nothing_before_it_refreshes(tmp_path: Path) -> None:

@@ -22,9 +22,10 @@ from hdtool.cli.inspect import inspect
 from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
 from hdtool.data.stores import store as stores, store_files
+from hdtool.data.stores.kinds import BUILT_KINDS
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import building, damaged_files, read_manifest
-from hdtool.data.stores.store_files import MANIFEST, STORE_PARTS
+from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.stores import inspect_store as runtime_stores, suffix_search as suffixes
 from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -34,7 +35,7 @@ from hdtool.runtime.stores.store_set import store_of
 
 VOCABULARY = 20
 MARK = TokenizerFingerprint("test", VOCABULARY)
-KINDS = list(STORE_PARTS)
+KINDS = list(BUILT_KINDS)
 BUILDS = {"corpus": "hdtool build-corpus-db", "model": "hdtool build-model-db"}
 FOREIGN = {
     "thesis.tex": b"years of work",
@@ -438,7 +439,7 @@ def test_a_shard_that_does_not_fit_is_an_error(place: str, value: int, tmp_path:
 @pytest.mark.parametrize("part", sorted(store_files.PART_ENDINGS))
 def test_a_part_that_is_empty_or_no_whole_rows_is_an_error(part: str, whole: tuple[str, Path], tmp_path: Path) -> None:
     kind, folder, row = copied(whole, tmp_path)
-    if part not in STORE_PARTS[kind] or part == "record":  # which lookups do not open
+    if part not in BUILT_KINDS[kind].parts or part == "record":  # which lookups do not open
         pytest.skip("another kind of store")
     path = folder / row["files"][part]["name"]
     content = path.read_bytes()

@@ -25,12 +25,15 @@ from hdtool.data.errors import ResultError, os_errors_as
 from hdtool.data.file_origins import MARKDOWN_ENTRY, is_own_html, is_own_markdown, is_own_png
 from hdtool.data.output_files import OutputFile
 from hdtool.data.progress import count_of
+from hdtool.data.stores.kinds import CORPUS_KIND, MODEL_KIND
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.kernels.machine import machine
 
 TEMPLATES = Path(__file__).parent / "templates"
 SOURCE_LABELS = {"none": "the model itself"}
 """Labels of the sources whose label differs from their name."""
+
+STORE_NAMES = {MODEL_KIND: "model store", CORPUS_KIND: "corpus index"}
 
 Pictures = Mapping[str, Mapping[str, bytes]]
 """PNG files by figure name and theme name."""
@@ -174,8 +177,8 @@ def memory_notes(results: Mapping[str, ReplayResult], warm: Sequence[str]) -> li
 
 
 def _stores(study: Study) -> str:
-    stores = {"model store": study.store_set.model, "corpus index": study.store_set.corpus}
-    parts = (f"{name} of {store.manifest.counts['tokens']:,} tokens" for name, store in stores.items() if store)
+    opened = study.store_set.opened.items()
+    parts = (f"{STORE_NAMES[kind]} of {store.manifest.counts['tokens']:,} tokens" for kind, store in opened)
     return ", ".join(parts) or "none"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +21,6 @@ from hdtool.builders.evaluation.report.tables import (
 from hdtool.builders.evaluation.worker_pool import replay
 from hdtool.data.answered_questions import AnsweredQuestion
 from hdtool.data.conversation import STOPPED
-from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.budget.cost_curve import CostCurve
@@ -75,24 +74,16 @@ class Study:
             return "as many draft tokens a step as pay"
         return f"at most {FIXED_BUDGET if self.budget is None else self.budget} draft tokens a step"
 
-    @property
-    def letters(self) -> str:
-        """Letters of the available sources, in the default lookup order."""
-        there = {"C": True, "M": self.store_set.model is not None, "S": self.store_set.corpus is not None}
-        return "".join(letter for letter in SOURCE_LETTERS if there[letter])
-
     def contender(self, sources: str) -> ReplayMethod:
         """Return the method, set up to draft from ``sources`` in the given order; its name is ``sources``."""
         order = sources + "".join(letter for letter in SOURCE_LETTERS if letter not in sources)
         config = DecodeConfig(self.method, draft_tokens=self.budget, sources=sources, order=order, lookahead=False)
         return ReplayMethod(sources, config, self.curve)
 
-    def results(
-        self, choices: Sequence[str], on_progress: Callable[[int], None] = lambda done: None
-    ) -> Mapping[str, ReplayResult]:
-        """Replay every choice of sources; ``on_progress`` receives the number of turns done so far."""
-        contenders = [self.contender(choice) for choice in choices]
-        return replay(contenders, self.conversations, self.store_set, workers=self.workers, on_progress=on_progress)
+    def results(self, choices: Sequence[str], *, quiet: bool = True) -> Mapping[str, ReplayResult]:
+        """Replay every choice of sources."""
+        contenders, title = list(map(self.contender, choices)), "replay for the report"
+        return replay(contenders, self.conversations, self.store_set, workers=self.workers, title=title, quiet=quiet)
 
 
 def source_shares(method: str, result: ReplayResult) -> SourceShares:
@@ -112,9 +103,8 @@ def report_data(
     study: Study, traces: Sequence[Trace], tokenizer: PreTrainedTokenizerBase, *, quiet: bool = False
 ) -> ReportData:
     """Run the replay of ``study`` and return the data of all figures; ``traces`` are its conversations as text."""
-    turns = sum(map(len, study.conversations))
-    with progress_bar(turns, "replay for the report", unit="turns", quiet=quiet) as progress:
-        whole = study.results([study.letters], progress.to)[study.letters]
+    letters = study.store_set.letters
+    whole = study.results([letters], quiet=quiet)[letters]
     questions = [trace.messages[answer.message_index - 1]["content"] for trace in traces for answer in trace.answers]
     return ReportData(
         shares=(source_shares(study.method, whole),),
