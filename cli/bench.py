@@ -67,11 +67,9 @@ def bench_shape(
 
     from hdtool.builders.evaluation.random_models import load_shape
     from hdtool.builders.evaluation.recorded_bench import fitting_turns, recorded_benchmark
-    from hdtool.builders.evaluation.recording import TurnReader
+    from hdtool.builders.evaluation.recording import TurnReader, open_stores
     from hdtool.builders.evaluation.threads import choose_shared_threads
     from hdtool.cli.store_output import print_left_out
-    from hdtool.runtime.stores.library import Library
-    from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
     quiet_libraries(quiet=quiet)
     loaded = load_shape(config.shape, loading)
@@ -86,7 +84,7 @@ def bench_shape(
     if len(turns) < len(every):
         left_out = len(every) - len(turns)
         tell(f"left out: {left_out} of {len(every)} answers, which do not fit the context")
-    store_set = Library(loading.name, loaded.tokenizer, checkpoint_of(loading), stores).open()
+    store_set = open_stores(loading, loaded.tokenizer, stores)
     contenders = {name: partial(_contender, name, loaded, store_set, decoding) for name in config.methods}
     totals: dict[str, Figures] = {}
     with progress_bar(len(turns), "answers", quiet=quiet) as progress:

@@ -97,15 +97,13 @@ def replay(
     that draft from logits need recordings of collect --rankings; hd-paper is replayed without its lookahead branch. The
     history grows with the recordings, in their order.
     """
-    from hdtool.builders.evaluation.recording import TurnReader
+    from hdtool.builders.evaluation.recording import TurnReader, open_stores
     from hdtool.builders.evaluation.replay import ReplayMethod
     from hdtool.builders.evaluation.report.pages import check_report_folder, replay_page
     from hdtool.builders.evaluation.report.replayed_sources import Study
     from hdtool.builders.evaluation.worker_pool import replay as replayed
     from hdtool.cli.result_tables import replay_record, replay_table, write_report
     from hdtool.runtime.budget.cost_curve import CostCurve
-    from hdtool.runtime.stores.library import Library
-    from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
     files, warm_files = _trace_files(traces), _trace_files(warm or [])
     _refuse_repeated(files, warm_files, config)
@@ -118,7 +116,7 @@ def replay(
     if report:
         check_report_folder(report)
     reader = TurnReader.of_model(loading, chat)
-    store_set = Library(loading.name, reader.tokenizer, checkpoint_of(loading), stores).open()
+    store_set = open_stores(loading, reader.tokenizer, stores)
     methods = _methods(config, store_set, [*recorded.traces, *before.traces])
     contenders = [ReplayMethod(name, config.decoding(name), curve) for name in methods]
     conversations, earlier = recorded.turns(reader, quiet=quiet), before.turns(reader, quiet=True)

@@ -364,17 +364,15 @@ def write_report(
 
 def report_bench(folder: Path, plan: BenchPlan, measured: BenchMeasurements, *, quiet: bool) -> None:
     """Write a benchmark's report. The figure of the sources comes from replaying one method's measured answers."""
-    from hdtool.builders.evaluation.recording import TurnReader
+    from hdtool.builders.evaluation.recording import TurnReader, open_stores
     from hdtool.builders.evaluation.report.pages import bench_page
     from hdtool.builders.evaluation.report.replayed_sources import Study, bench_traces
-    from hdtool.runtime.stores.library import Library
-    from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
     answers = measured.results.answers
     replayed = measured.scores.reference or next(iter(answers))
     reader = TurnReader.of_model(plan.model, plan.chat)
     traces = bench_traces(plan.questions, answers[replayed])
-    store_set = Library(plan.model.name, reader.tokenizer, checkpoint_of(plan.model), plan.store_set).open()
+    store_set = open_stores(plan.model, reader.tokenizer, plan.store_set)
     study = Study([reader.turns(trace) for trace in traces], store_set, plan.decoding.draft_tokens)
     page_of = partial(bench_page, measured, study, replayed)
     write_report(folder, study, traces, reader.tokenizer, page_of, quiet=quiet)

@@ -42,17 +42,16 @@ class BenchRun:
         """Read the run stored in a folder, or return None if there is none. Raises ResultError for an unusable file."""
         path = folder / RUN_FILE
         try:
-            row = json.loads(path.read_text(encoding="utf-8"))
+            with os_errors_as(ResultError, f"{path} cannot be read", "choose another --out"):
+                if not path.exists():
+                    return None
+                row = json.loads(path.read_text(encoding="utf-8"))
             format = row.pop("format")
             if format != RESULTS_FORMAT:
                 raise ResultError(
                     f"{path} has format {format}, this hdtool reads {RESULTS_FORMAT}: {CHOOSE_ANOTHER_FOLDER}"
                 )
             return cls(**{**row, "methods": tuple(row["methods"])})
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise ResultError(f"{path} cannot be read ({error.strerror or error}): choose another --out") from None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ResultError(f"{path} is not a run of hdtool bench: {CHOOSE_ANOTHER_FOLDER}") from None
 

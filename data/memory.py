@@ -1,7 +1,9 @@
-"""How much memory the system has to spare, and memory mappings of their own."""
+"""How much memory the system has to spare, memory mappings of their own, and objects that are never collected."""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import mmap
 import sys
 from contextlib import suppress
@@ -32,3 +34,14 @@ def available_memory() -> int | None:
         return int(rows["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
+
+
+def freeze_objects() -> None:
+    """Exclude all objects of this process from garbage collection."""
+    gc.freeze()
+    atexit.register(_thaw_objects)
+
+
+def _thaw_objects() -> None:
+    if "triton" in sys.modules:  # it prints what is not collected at exit
+        gc.unfreeze()

@@ -18,13 +18,17 @@ from hdtool.data.prompts import Message
 from hdtool.data.record_counts import Tally
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.caches.slots import Cache
+from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import PassLog, PassOptions, Verified, WaitForResults
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
+from hdtool.runtime.stores.library import Library
+from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load_stops, load_tokenizer
+from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,11 @@ class TurnReader:
                 "with --model"
             )
         return list(ids)
+
+
+def open_stores(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, named: StoresConfig) -> StoreSet:
+    """Open the stores to draft from, as if the model were loaded."""
+    return Library(model.name, tokenizer, checkpoint_of(model), named).open()
 
 
 class RecordedLogits:

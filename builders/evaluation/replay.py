@@ -74,6 +74,16 @@ class ReplayedTurn:
         """Per step: number of tokens in the conversation before the step, including the root of the draft tree."""
         return self.prompt_tokens + np.cumsum(self.accept_lengths) - self.accept_lengths
 
+    def seconds(self, curve: CostCurve) -> tuple[float, float]:
+        """Return ``(plain, drafting)``: the predicted times of the answer without and with drafts.
+
+        A prefill counts as a pass without drafts.
+        """
+        places = self.prompt_tokens + np.arange(len(self.tokens))
+        plain = curve.seconds_of_passes(np.zeros(len(places)), places).sum()
+        passes = curve.seconds_of_passes(self.nodes, self.contexts).sum()
+        return float(plain), float(passes + self.draft_seconds.sum() + self.observe_seconds.sum())
+
 
 @dataclass(frozen=True)
 class SourceShare:
@@ -186,13 +196,8 @@ class ReplayResult:
         return shares
 
     def predict(self, curve: CostCurve) -> SpeedPrediction:
-        """Predict tokens per second from the cost of forward passes; a prefill counts as a pass without drafts."""
-        plain = drafting = 0.0
-        for turn in self.turns:
-            places = turn.prompt_tokens + np.arange(len(turn.tokens))
-            plain += float(curve.seconds_of_passes(np.zeros(len(places)), places).sum())
-            passes = curve.seconds_of_passes(turn.nodes, turn.contexts)
-            drafting += float(passes.sum() + turn.draft_seconds.sum() + turn.observe_seconds.sum())
+        """Predict tokens per second from the cost of forward passes."""
+        plain, drafting = map(sum, zip(*(turn.seconds(curve) for turn in self.turns), strict=True))
         return SpeedPrediction(self.tokens / drafting, self.tokens / plain)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hdtool.builders.evaluation.pictures import png_of
 from hdtool.builders.heads.training_loop import TrainingHistory
 from hdtool.data.errors import HeadsError
-from hdtool.data.file_origins import PNG_METADATA, is_own_png
+from hdtool.data.file_origins import is_own_png
 from hdtool.data.output_files import OutputFile
 
 CURVE_FILE = "training.png"
@@ -21,27 +23,19 @@ MIN_CURVE_POINTS = 50
 
 def draw_training(history: TrainingHistory, folder: Path) -> None:
     """Plot the loss and the accuracy of each head over the steps, as a PNG in ``folder``."""
-    from matplotlib import style
-    from matplotlib.figure import Figure  # not pyplot, which keeps global state
+    curve_file(folder).write(png_of(partial(_draw, history), CURVE_INCHES, CURVE_DPI))
 
-    with style.context("default"):  # the current folder may hold a matplotlibrc, which can even run LaTeX
-        figure: Any = Figure(figsize=CURVE_INCHES, layout="constrained")
-        left, right = figure.subplots(1, 2)
-        steps, losses = _smooth(np.array(history.losses))
-        left.plot(steps, losses)
-        left.set_ylabel("loss a token, nats")
-        _, hits = _smooth(np.array(history.hits))
-        for head, shares in enumerate(hits.T, start=1):
-            right.plot(steps, 100 * shares, label=f"head {head}")
-        right.set_ylabel("tokens that a head had first, %")
-        right.set_ylim(bottom=0)
-        right.legend(fontsize="small")
-        for axes in (left, right):
-            axes.set_xlabel("steps")
-            axes.grid(alpha=0.3)
-            axes.spines[["top", "right"]].set_visible(False)
-        with curve_file(folder).replaced() as stream:
-            figure.savefig(stream, format="png", dpi=CURVE_DPI, metadata=PNG_METADATA)
+
+def _draw(history: TrainingHistory, figure: Any) -> None:
+    left, right = figure.subplots(1, 2)
+    steps, losses = _smooth(np.array(history.losses))
+    left.plot(steps, losses)
+    left.set(xlabel="steps", ylabel="loss a token, nats")
+    _, hits = _smooth(np.array(history.hits))
+    for head, shares in enumerate(hits.T, start=1):
+        right.plot(steps, 100 * shares, label=f"head {head}")
+    right.set(xlabel="steps", ylabel="tokens that a head had first, %", ylim=(0, None))
+    right.legend(fontsize="small")
 
 
 def curve_file(folder: Path) -> OutputFile:

@@ -70,12 +70,9 @@ class Overhead:
         prefills = self._prefills(prompts) - curve.seconds_of_passes(np.zeros(len(prompts)), prompts)
         drafted, plain = [], []
         for turn, prefill in zip(result.turns, prefills, strict=True):
-            tokens, steps = len(turn.tokens), len(turn.nodes)
-            places = turn.prompt_tokens + np.arange(tokens)
-            one_by_one = curve.seconds_of_passes(np.zeros(tokens), places).sum() + prefill + tokens * self.host_seconds
-            trees = curve.seconds_of_passes(turn.nodes, turn.contexts).sum() + prefill + steps * self.host_seconds
-            plain.append(tokens / one_by_one)
-            drafted.append(tokens / (trees + turn.draft_seconds.sum() + turn.observe_seconds.sum()))
+            (one_by_one, trees), tokens = turn.seconds(curve), len(turn.tokens)
+            plain.append(tokens / (one_by_one + prefill + tokens * self.host_seconds))
+            drafted.append(tokens / (trees + prefill + len(turn.nodes) * self.host_seconds))
         return SpeedPrediction(fmean(drafted), fmean(plain))
 
     def _prefills(self, prompts: Floats) -> Floats:

@@ -13,7 +13,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -192,12 +192,15 @@ def recorded_name(name: str) -> str:
 
 @contextmanager
 def building(folder: Path, check: FolderCheck | None = None) -> Iterator[StoreBuild]:
-    """Build a store in ``folder`` while holding the folder's lock. On any error, an old store there stays unchanged.
+    """Build a store in ``folder`` while holding the folder's lock.
+
+    On any error, an old store there stays unchanged. If there was none, nothing stays behind.
 
     ``check`` raises if the store in the folder must not be replaced. It is called under the lock, so that no other
     process can replace that store afterwards.
     """
     check_destination(folder)
+    created = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
     fault = ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -214,12 +217,19 @@ def building(folder: Path, check: FolderCheck | None = None) -> Iterator[StoreBu
                 raise
             finally:
                 sweep_store(folder)
+                if not os.path.lexists(folder / MANIFEST):
+                    with suppress(PermissionError):  # Windows cannot delete an open file
+                        (folder / LOCK_FILE).unlink(missing_ok=True)
     except OSError as error:
         existing = next(place for place in (folder, *folder.parents) if place.exists())
         raise StoreError(
             f"{folder} cannot be written ({fault or write_fault(existing, error)}): the store there, if any, is "
             "unchanged; make room, correct the permissions or choose another place"
         ) from error
+    finally:
+        with suppress(OSError):  # not empty
+            for place in created:
+                place.rmdir()
 
 
 def delete_old_builds(folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.data.errors import CostError
+from hdtool.data.errors import CostError, os_errors_as
 from hdtool.data.file_origins import is_json_with
 from hdtool.data.output_files import OutputFile
 from hdtool.runtime.config.budgets import LARGEST_BUDGET
@@ -94,9 +94,8 @@ class CostCurve:
     @classmethod
     def read(cls, path: Path) -> CostCurve:
         try:
-            row = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CostError(f"{path} cannot be read ({error.strerror or error}): check the path") from None
+            with os_errors_as(CostError, f"{path} cannot be read", "check the path"):
+                row = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise CostError(f"{path} is not JSON ({error}): name a file that holds the cost of passes") from None
         format_number = row.get("format") if isinstance(row, dict) else None

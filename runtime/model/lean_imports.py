@@ -30,6 +30,7 @@ from typing import Any, cast
 
 from hdtool.data.durable_files import CachedValue
 from hdtool.data.home import import_structure_at_home
+from hdtool.data.memory import freeze_objects
 
 COMPILER = "torch._dynamo"
 MARKERS = ("assume_constant_result", "allow_in_graph")
@@ -56,7 +57,7 @@ def import_leanly() -> None:
 def collect_garbage_again() -> None:
     """End the postponement of garbage collection, if any; the collector never visits the objects created during it."""
     if gc.get_threshold()[0] == POSTPONED_THRESHOLD:
-        gc.freeze()
+        freeze_objects()
         gc.set_threshold(USUAL_THRESHOLD)
 
 

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from hdtool.builders.demo.stores import stores_of_real_model
 from hdtool.builders.evaluation.contenders import Contender, DraftingContender, FreshDrafters
 from hdtool.builders.evaluation.experiment import Answering, Experiment, Figures, Question, by_contender, identical
-from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
+from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, open_stores
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation, encode_text
 from hdtool.data.prompts import read_prompts
@@ -24,10 +24,8 @@ from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.measuring import COLD
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.stores.library import Library
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
-from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
 Side = TypeVar("Side")
 Conversations = Sequence[Sequence[RecordedTurn]]
@@ -115,7 +113,7 @@ def read_recordings(options: argparse.Namespace) -> tuple[Conversations, StoreSe
     reader = TurnReader.of_model(loading, False if options.raw else None)
     conversations = [reader.turns(trace) for trace in read_traces([options.traces]) if trace.answers]
     stores = StoresConfig(options.model_db, options.corpus_db)
-    return conversations, Library(loading.name, reader.tokenizer, checkpoint_of(loading), stores).open()
+    return conversations, open_stores(loading, reader.tokenizer, stores)
 
 
 class Outcome:

@@ -40,6 +40,10 @@ PROMPTS = (
 class OneByOne(Sampler):
     """Sampler that calls each logits processor separately, as ``generate`` does."""
 
+    def __init__(self, config: SamplingConfig, context: list[int]) -> None:
+        super().__init__(config, context)
+        self.draws, self.max_ranked, self.draws_by_row = None, 0, False
+
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
         probabilities = self.scores(logits[row]).softmax(dim=-1).numpy()
         return self._race.sample(len(self.context), np.ascontiguousarray(probabilities))

@@ -72,6 +72,19 @@ def test_a_failing_build_changes_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
+def test_a_failing_build_leaves_nothing_where_nothing_was(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "empty", tmp_path / "new" / "store"):
+        with pytest.raises(ZeroDivisionError), building(folder) as store:
+            store.path("heads").write_bytes(b"half")
+            _ = 1 / 0
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+    with pytest.raises(ZeroDivisionError), building(tmp_path / "shared"):
+        (tmp_path / "shared" / "mine.txt").write_text("mine")
+        _ = 1 / 0
+    assert [path.name for path in (tmp_path / "shared").iterdir()] == ["mine.txt"]
+
+
 SLOW_BUILD = """
 import sys, time
 from pathlib import Path

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hdtool.builders.evaluation.pictures import OPEN_FRAME, png_of
 from hdtool.builders.evaluation.report.tables import (
     Durations,
     SourceShares,
     Speeds,
 )
 from hdtool.builders.evaluation.scores import PLAIN_METHOD
-from hdtool.data.file_origins import PNG_METADATA
 from hdtool.runtime.config.source_names import registered
 
 if TYPE_CHECKING:
@@ -90,30 +89,20 @@ Draw = Callable[["Axes", Theme], None]
 
 def render_png(draw: Draw, theme: Theme, height: float) -> bytes:
     """Call ``draw`` with the axes of a new figure that is ``height`` inches high; return the figure as a PNG."""
-    from matplotlib import style
-    from matplotlib.figure import Figure
-
-    # Start from matplotlib's defaults, as a user's style must not change the figures.
-    with style.context(["default", _plot_settings(theme)]):
-        figure = Figure((PLOT_INCHES, height), dpi=PLOT_DPI, layout="constrained")
-        draw(figure.add_subplot(), theme)
-        out = BytesIO()
-        # Replace matplotlib's version in the metadata, so that equal figures give equal files.
-        figure.savefig(out, format="png", metadata=PNG_METADATA)
-    return out.getvalue()
+    inches, settings = (PLOT_INCHES, height), _plot_settings(theme)
+    return png_of(lambda figure: draw(figure.add_subplot(), theme), inches, PLOT_DPI, settings)
 
 
 def _plot_settings(theme: Theme) -> dict[Any, Any]:
     """Return matplotlib's settings for a figure in the colors of ``theme``."""
     background, foreground = theme.background, theme.foreground
     return {
+        **OPEN_FRAME,
         **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), background),
         **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), foreground),
         "grid.color": theme.muted,
         "axes.grid": True,
         "axes.axisbelow": True,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
         "font.size": 10,
         "legend.fontsize": 9,
         "legend.frameon": False,

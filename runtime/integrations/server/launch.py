@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 
 from hdtool.data.errors import ServeError
+from hdtool.data.memory import freeze_objects
 from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.measuring import ServerConfig
@@ -97,7 +98,7 @@ class Launch:
         # than after the last collection. If loaded objects don't count, collections run often enough to free the
         # objects of requests.
         gc.collect()
-        gc.freeze()
+        freeze_objects()
         gc.collect()
         server = _GracefulServer(config, self._scheduler, self._config.shutdown_seconds)
         asyncio.run(server.serve(sockets=[self._socket]))
