@@ -11,6 +11,7 @@ import pytest
 
 from hdtool.cli.app import run
 from hdtool.data import demo
+from tests.support.commands import complaint
 from tests.support.processes import HDTOOL, start, wait_until
 
 pytestmark = pytest.mark.usefixtures("known_cost")
@@ -30,13 +31,6 @@ def asked(tmp_path: Path) -> list[str]:
 
 def rows_of(asked: list[str]) -> list[dict[str, object]]:
     return [json.loads(line) for line in Path(asked[4]).read_text().splitlines()]
-
-
-def complaint(capfd: pytest.CaptureFixture[str], arguments: list[str]) -> str:
-    capfd.readouterr()
-    assert run(arguments) == 1
-    (line,) = capfd.readouterr().err.splitlines()
-    return line
 
 
 def test_every_prompt_is_answered_once(asked: list[str], capfd: pytest.CaptureFixture[str]) -> None:
@@ -89,12 +83,12 @@ def test_answers_of_other_settings_or_prompts_are_not_mixed(
 ) -> None:
     assert run(asked) == 0
     before = Path(asked[4]).read_bytes()
-    said = complaint(capfd, [*asked, "--seed", "3"])
+    said = complaint(capfd, *asked, "--seed", "3")
     assert "generations.jsonl:1 was answered with seed 0, not 3: choose another --out" in said
     Path(asked[2]).write_text(json.dumps({"prompt": "Something else?"}))
-    assert "answers a different prompt" in complaint(capfd, asked)
+    assert "answers a different prompt" in complaint(capfd, *asked)
     Path(asked[4]).write_text("a poem\n")
-    assert "is not a line of collect" in complaint(capfd, asked)
+    assert "is not a line of collect" in complaint(capfd, *asked)
     Path(asked[4]).write_bytes(before)
 
 
@@ -103,7 +97,7 @@ def changed(asked: list[str], content: bytes, capfd: pytest.CaptureFixture[str])
     out = Path(asked[4])
     out.parent.mkdir(exist_ok=True)
     out.write_bytes(content)
-    said = complaint(capfd, asked)
+    said = complaint(capfd, *asked)
     assert out.read_bytes() == content
     return said
 
@@ -137,14 +131,14 @@ def test_an_empty_file_and_a_link_to_one_are_written(asked: list[str], tmp_path:
 
 def test_a_folder_is_no_file_of_answers(asked: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     Path(asked[4]).mkdir(parents=True)
-    assert "generations.jsonl cannot be written (it is a folder)" in complaint(capfd, asked)
+    assert "generations.jsonl cannot be written (it is a folder)" in complaint(capfd, *asked)
 
 
 def test_a_lock_file_of_another_origin_is_kept(asked: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     Path(asked[4]).parent.mkdir()
     lock = Path(asked[4]).with_name(".generations.jsonl.lock")
     lock.write_text("mine")
-    assert "is not a lock file of hdtool" in complaint(capfd, asked)
+    assert "is not a lock file of hdtool" in complaint(capfd, *asked)
     assert lock.read_text() == "mine"
 
 
@@ -153,7 +147,7 @@ def test_two_at_once_are_told_apart(asked: list[str], capfd: pytest.CaptureFixtu
 
     Path(asked[4]).parent.mkdir()
     with FileLock(Path(asked[4]).with_name(".generations.jsonl.lock")):
-        assert "another collect is writing" in complaint(capfd, asked)
+        assert "another collect is writing" in complaint(capfd, *asked)
 
 
 def test_two_at_once_are_told_apart_through_a_link(
@@ -164,4 +158,4 @@ def test_two_at_once_are_told_apart_through_a_link(
     Path(asked[4]).parent.mkdir()
     Path(asked[4]).symlink_to(tmp_path / "elsewhere.jsonl")
     with FileLock(tmp_path / ".elsewhere.jsonl.lock"):
-        assert "another collect is writing" in complaint(capfd, asked)
+        assert "another collect is writing" in complaint(capfd, *asked)

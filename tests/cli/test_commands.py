@@ -24,6 +24,7 @@ from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.target.load import load, load_tokenizer
+from tests.support.commands import complaint
 from tests.support.families import model_of
 from tests.support.oracle import generated
 from tests.support.processes import HDTOOL, start
@@ -43,17 +44,6 @@ NO_STORES = ["--model-db", "none", "--corpus-db", "none"]
 def hdtool(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     """In a process of its own, as a shell would."""
     return subprocess.run([*HDTOOL, *arguments], input=stdin, capture_output=True, timeout=120, check=False)
-
-
-def complaint(capfd: pytest.CaptureFixture[str], arguments: list[str], code: int = 1) -> str:
-    """The one line of an expected failure; nothing else may be printed."""
-    assert run(arguments) == code
-    printed = capfd.readouterr()
-    assert printed.out == ""
-    lines = printed.err.splitlines()
-    assert len(lines) == 1, printed.err
-    assert lines[0].startswith("error: ")
-    return lines[0]
 
 
 # What it prints --------------------------------------------------------------------------------
@@ -173,9 +163,9 @@ def test_stores_may_be_named_or_left_out(capfd: pytest.CaptureFixture[str], tmp_
     asked = ["generate", "--prompt", "What?", *SHORT]
     assert run([*asked, *NO_STORES]) == 0
     assert "no stores, only the conversation itself" in capfd.readouterr().err
-    assert "holds no store" in complaint(capfd, [*asked, "--corpus-db", str(tmp_path)])
-    assert "a corpus store is needed" in complaint(capfd, [*asked, "--corpus-db", str(demo.MODEL_STORE)])
-    assert "rest drafts from a corpus index" in complaint(capfd, [*asked, "--method", "rest", "--corpus-db", "none"])
+    assert "holds no store" in complaint(capfd, *asked, "--corpus-db", str(tmp_path))
+    assert "a corpus store is needed" in complaint(capfd, *asked, "--corpus-db", str(demo.MODEL_STORE))
+    assert "rest drafts from a corpus index" in complaint(capfd, *asked, "--method", "rest", "--corpus-db", "none")
 
 
 def test_an_answer_may_end_in_several_ways() -> None:
@@ -291,10 +281,10 @@ def test_verify_shows_what_is_not_lossless(capfd: pytest.CaptureFixture[str], mo
 
 
 def test_verify_fails_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert "--num-prompts must be 1 or more, got 0" in complaint(capfd, ["verify", "--num-prompts", "0"], code=2)
+    assert "--num-prompts must be 1 or more, got 0" in complaint(capfd, "verify", "--num-prompts", "0", code=2)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("word " * 5000)
-    said = complaint(capfd, ["verify", "--method", "ar", "--prompts", str(prompts)])
+    said = complaint(capfd, "verify", "--method", "ar", "--prompts", str(prompts))
     assert "prompt 1: the prompt is" in said
 
 
@@ -323,7 +313,7 @@ def test_verify_fails_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str
     ],
 )
 def test_bad_usage_is_one_line_and_code_2(options: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert said in complaint(capfd, ["generate", "--prompt", "hi", *options], code=2)
+    assert said in complaint(capfd, "generate", "--prompt", "hi", *options, code=2)
 
 
 @pytest.mark.parametrize("name", ["prometheus_client", "starlette.applications"])
@@ -346,7 +336,7 @@ def test_a_module_that_no_package_brings_is_a_fault(monkeypatch: pytest.MonkeyPa
 
 
 def test_unknown_commands_are_code_2(capfd: pytest.CaptureFixture[str]) -> None:
-    assert "nonsense" in complaint(capfd, ["nonsense"], code=2)
+    assert "nonsense" in complaint(capfd, "nonsense", code=2)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +352,7 @@ def test_unknown_commands_are_code_2(capfd: pytest.CaptureFixture[str]) -> None:
 def test_models_that_are_none(name: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("no model")
     arguments = ["generate", "--prompt", "hi", "--model", name.format(tmp=tmp_path)]
-    assert said in complaint(capfd, arguments)
+    assert said in complaint(capfd, *arguments)
 
 
 @pytest.fixture
@@ -373,14 +363,14 @@ def broken_model(tmp_path: Path) -> Path:
 def test_a_truncated_checkpoint(broken_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     weights = broken_model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1_000_000])
-    said = complaint(capfd, ["generate", "--prompt", "hi", "--model", str(broken_model)])
+    said = complaint(capfd, "generate", "--prompt", "hi", "--model", str(broken_model))
     assert "model.safetensors is no whole safetensors file (it ends too early): get it again" in said
 
 
 def test_a_checkpoint_that_lacks_weights(broken_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     settings = json.loads((broken_model / "config.json").read_text())
     (broken_model / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 7}))
-    said = complaint(capfd, ["generate", "--prompt", "hi", "--model", str(broken_model)])
+    said = complaint(capfd, "generate", "--prompt", "hi", "--model", str(broken_model))
     assert "lacks 9 of its weights (model.layers.6." in said
 
 
@@ -402,38 +392,38 @@ def test_spoiled_folders(
         (broken_model / name).unlink()
     else:
         (broken_model / name).write_text(content)
-    assert said in complaint(capfd, ["generate", "--prompt", "hi", "--model", str(broken_model)])
+    assert said in complaint(capfd, "generate", "--prompt", "hi", "--model", str(broken_model))
 
 
 def test_prompts_that_do_not_fit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     long = "word " * 5000
-    said = complaint(capfd, ["generate", "--prompt", long])
+    said = complaint(capfd, "generate", "--prompt", long)
     assert "tokens long, but the model's context holds 1,024" in said
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "short"}) + "\n" + json.dumps({"prompt": long, "id": "huge"}))
-    assert "prompt huge: " in complaint(capfd, ["generate", "--prompts", str(prompts)])
+    assert "prompt huge: " in complaint(capfd, "generate", "--prompts", str(prompts))
 
 
 def test_prompts_that_are_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.touch()
-    assert "is empty" in complaint(capfd, ["generate", "--prompts", str(empty)])
-    assert "does not exist" in complaint(capfd, ["generate", "--prompts", str(tmp_path / "none.txt")])
-    assert "the prompt is empty" in complaint(capfd, ["generate", "--prompt", " "])
-    assert "not valid Unicode (U+DC80 at character 1)" in complaint(capfd, ["generate", "--prompt", "a\udc80"])
+    assert "is empty" in complaint(capfd, "generate", "--prompts", str(empty))
+    assert "does not exist" in complaint(capfd, "generate", "--prompts", str(tmp_path / "none.txt"))
+    assert "the prompt is empty" in complaint(capfd, "generate", "--prompt", " ")
+    assert "not valid Unicode (U+DC80 at character 1)" in complaint(capfd, "generate", "--prompt", "a\udc80")
 
 
 def test_a_model_without_a_chat_template(broken_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (broken_model / "chat_template.jinja").unlink()
     ask = ["generate", "--model", str(broken_model), *SHORT]
-    assert "no chat template" in complaint(capfd, [*ask, "--prompt", "hi", "--chat"])
+    assert "no chat template" in complaint(capfd, *ask, "--prompt", "hi", "--chat")
     assert run([*ask, "--prompt", "hi", "--json"]) == 0
     capfd.readouterr()
     turns = tmp_path / "turns.jsonl"
     turns.write_text(json.dumps({"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}))
-    assert "2 messages needs a chat template" in complaint(capfd, [*ask, "--prompts", str(turns)])
+    assert "2 messages needs a chat template" in complaint(capfd, *ask, "--prompts", str(turns))
     (broken_model / "chat_template.jinja").write_text("{{ raise_exception('no system prompts here') }}")
-    assert "no system prompts here" in complaint(capfd, [*ask, "--prompts", str(turns)])
+    assert "no system prompts here" in complaint(capfd, *ask, "--prompts", str(turns))
 
 
 @pytest.mark.parametrize(("sent", "said"), [(b"", b"is empty"), (b"\xff\xfe\x00", b"not UTF-8")])
@@ -507,18 +497,18 @@ def test_a_prompt_may_stand_by_itself_and_a_system_message_before_it(capfd: pyte
 
 
 def test_one_prompt_is_given_in_one_way(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found = complaint(capfd, ["generate", "embedded", "a", "--prompt", "b"], code=2)
+    found = complaint(capfd, "generate", "embedded", "a", "--prompt", "b", code=2)
     assert found == "error: a prompt and --prompt exclude each other: give one of them"
     own = tmp_path / "prompts.jsonl"
     own.write_text(json.dumps({"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}))
-    found = complaint(capfd, ["generate", "--prompts", str(own), "--system", "z"])
+    found = complaint(capfd, "generate", "--prompts", str(own), "--system", "z")
     assert found == "error: prompt 1 has a system message of its own: leave out --system, or remove that message"
 
 
 def test_a_model_without_a_tokenizer_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "model"
     shutil.copytree(demo.MODEL, folder, ignore=shutil.ignore_patterns("tokenizer*"))
-    found = complaint(capfd, ["generate", "Hello", "--model", str(folder)])
+    found = complaint(capfd, "generate", "Hello", "--model", str(folder))
     assert f"{folder} has no tokenizer: copy the files of its base model's tokenizer" in found
 
 
@@ -535,7 +525,7 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path: Path, capfd: pytest.Capt
 def test_what_does_not_go_together_is_one_line(
     options: list[str], code: int, problem: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert problem in complaint(capfd, ["generate", "Hello", *options, *NO_STORES], code)
+    assert problem in complaint(capfd, "generate", "Hello", *options, *NO_STORES, code=code)
 
 
 def test_a_family_without_the_chosen_attention_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -544,7 +534,7 @@ def test_a_family_without_the_chosen_attention_is_named(tmp_path: Path, capfd: p
     load_tokenizer(ModelConfig()).save_pretrained(folder)
     words = ["generate", "Hello", "--model", str(folder), "--max-new-tokens", "2", *NO_STORES]
     assert f"{folder} has no attention sdpa: leave out" in complaint(
-        capfd, [*words, "--attn-implementation", "sdpa"], 2
+        capfd, *words, "--attn-implementation", "sdpa", code=2
     )
     assert load(ModelConfig(str(folder))).target.model.config._attn_implementation == "eager"
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hdtool.cli.app import run
+from tests.support.commands import complaint
 
 ASKED = (
     "generate",
@@ -34,13 +35,6 @@ def in_its_own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def shown(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
     assert run([*arguments]) == 0
     return json.loads(capfd.readouterr().out)
-
-
-def complaint(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert run([*arguments]) in (1, 2)
-    err = capfd.readouterr().err
-    assert err.count("\n") == 1
-    return err
 
 
 def test_a_history_lasts_is_shown_built_from_and_dropped(capfd: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +102,7 @@ def test_what_cannot_be_is_refused_in_one_line(capfd: pytest.CaptureFixture[str]
     (tmp_path / "other" / "letter.txt").write_text("mine")
     assert "letter.txt" in complaint(capfd, *ASKED, "--history", "other")
     assert (tmp_path / "other" / "letter.txt").read_text() == "mine"
-    assert "--history has no effect" in complaint(capfd, *ASKED[:3], "--method", "pld", "--history", "past")
-    assert "--source, or --older-than" in complaint(capfd, "drop", "other")
-    assert "--older-than is for history stores" in complaint(capfd, "drop", "other", "--older-than", "3")
+    assert "--history has no effect" in complaint(capfd, *ASKED[:3], "--method", "pld", "--history", "past", code=2)
+    assert "--source, or --older-than" in complaint(capfd, "drop", "other", code=2)
+    assert "--older-than is for history stores" in complaint(capfd, "drop", "other", "--older-than", "3", code=2)
     assert not (tmp_path / "past").exists()

@@ -34,29 +34,17 @@ from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.kernels.linear import has_compiled_layers
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.target.load import Loaded, load
+from hdtool.runtime.target.load import Loaded
 from tests.support.bars import counted_bars
+from tests.support.commands import complaint
 from tests.support.processes import HDTOOL, start, wait_until
 from tests.support.spec_bench_answers import turn_of
 
 QUICK = ["--num-prompts", "4", "--max-new-tokens", "24", "--warm-up", "0", "--quiet"]
 
 
-@pytest.fixture(scope="module")
-def embedded() -> Loaded:
-    return load(ModelConfig())
-
-
 def question(name: str, category: str = "qa", *later: str) -> Prompt:
     return Prompt(({"role": "user", "content": f"question {name}"},), later, name, category)
-
-
-def complaint(capfd: pytest.CaptureFixture[str], *arguments: str, code: int = 1) -> str:
-    assert run(["bench", *arguments]) == code
-    printed = capfd.readouterr()
-    assert printed.out == ""
-    (line,) = printed.err.splitlines()
-    return line
 
 
 # Who is asked what and when --------------------------------------------------------------------
@@ -191,7 +179,7 @@ def test_no_question_of_the_warm_up_is_measured(
     rows = [{"question_id": name, "category": category, "turns": [f"question {name}"]} for name, category in FILE]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     warmed: list[str] = []
-    monkeypatch.setattr(Bench, "warm_up", lambda self, asked: warmed.extend(one.id for one in asked))
+    monkeypatch.setattr(Bench, "warm_up", lambda self, asked, _: warmed.extend(one.id for one in asked))
     few = ["--methods", "ar", "--max-new-tokens", "4", "--warm-up", "3", "--quiet", "--threads", "1"]
     assert run(["bench", "--questions", str(file), "--out", str(tmp_path / "out"), *few, *sample]) == 0
     measured = [str(one.question_id) for one in read_results(tmp_path / "out").answers["ar"]]
@@ -515,13 +503,13 @@ def test_other_settings_go_elsewhere(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert run(["bench", *arguments]) == 0
     capfd.readouterr()
     assert f"{tmp_path} holds a run with max-new-tokens 24, not 25" in complaint(
-        capfd, *arguments, "--max-new-tokens", "25"
+        capfd, "bench", *arguments, "--max-new-tokens", "25"
     )
     assert "holds a run over other questions: choose another --out" in complaint(
-        capfd, *arguments, "--num-prompts", "5"
+        capfd, "bench", *arguments, "--num-prompts", "5"
     )
-    assert "with methods ar, not ar,pld" in complaint(capfd, *arguments, "--methods", "pld")
-    assert "with drafters cold, not warm" in complaint(capfd, *arguments, "--memory", "warm")
+    assert "with methods ar, not ar,pld" in complaint(capfd, "bench", *arguments, "--methods", "pld")
+    assert "with drafters cold, not warm" in complaint(capfd, "bench", *arguments, "--memory", "warm")
 
 
 def test_progress_counts_each_turn_of_each_contender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,7 +545,7 @@ def test_a_bench_of_before_is_opened_and_not_resumed(tmp_path: Path, capfd: pyte
     assert "memory: warm, with the weights of the questions before, without a history" in capfd.readouterr().out
     answers = tmp_path / "ar.jsonl"
     answers.write_text("".join(answers.read_text().splitlines(keepends=True)[:2]))
-    assert "holds an incomplete run of an hdtool without --" in complaint(capfd, *arguments)
+    assert "holds an incomplete run of an hdtool without --" in complaint(capfd, "bench", *arguments)
 
 
 @pytest.mark.parametrize("name", ["ar.jsonl", "run.json"])
@@ -566,7 +554,7 @@ def test_files_of_another_origin_are_refused_before_the_model_is_loaded(
 ) -> None:
     (tmp_path / name).write_text("one line of a novel")
     monkeypatch.setattr("hdtool.builders.evaluation.bench_plan.load", lambda config: pytest.fail("the model is loaded"))
-    assert f"error: {tmp_path / name} " in complaint(capfd, "--methods", "ar", "--out", str(tmp_path), *QUICK)
+    assert f"error: {tmp_path / name} " in complaint(capfd, "bench", "--methods", "ar", "--out", str(tmp_path), *QUICK)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "one line of a novel"
 
@@ -575,7 +563,7 @@ def test_two_at_once_are_told_apart(tmp_path: Path, capfd: pytest.CaptureFixture
     from filelock import FileLock
 
     with FileLock(tmp_path / ".lock"):
-        said = complaint(capfd, "--methods", "ar", "--out", str(tmp_path), *QUICK)
+        said = complaint(capfd, "bench", "--methods", "ar", "--out", str(tmp_path), *QUICK)
     assert f"another bench is writing {tmp_path}: wait for it" in said
 
 
@@ -616,12 +604,12 @@ def test_mistakes_are_told_in_a_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], said: str, code: int
 ) -> None:
     out = tmp_path / "out"
-    assert said in complaint(capfd, "--out", str(out), *QUICK, *arguments, code=code)
+    assert said in complaint(capfd, "bench", "--out", str(out), *QUICK, *arguments, code=code)
 
 
 def test_results_that_cannot_be_written_are_a_mistake_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    assert "cannot be written" in complaint(capfd, "--methods", "ar", "--out", str(tmp_path / "file"), *QUICK)
+    assert "cannot be written" in complaint(capfd, "bench", "--methods", "ar", "--out", str(tmp_path / "file"), *QUICK)
 
 
 def test_all_that_can_run_runs() -> None:

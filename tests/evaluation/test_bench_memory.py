@@ -16,14 +16,8 @@ from hdtool.data.prompts import interleave_categories, read_prompts
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.target.load import Loaded, load
+from hdtool.runtime.target.load import Loaded
 from tests.support.methods import DEMO_METHODS
-
-
-@pytest.fixture(scope="module")
-def embedded() -> Loaded:
-    return load(ModelConfig())
-
 
 IN_SHORT = ("hd+logitspec", "lade", "amphista")
 """One method for each kind of memory: sources and rankings, a pool of n-grams, heads that pause."""

@@ -34,18 +34,13 @@ from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.measuring import BenchConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.target.load import Loaded, load
+from hdtool.runtime.target.load import Loaded
 from tests.support import fake_llama_cpp
 from tests.support.gguf_files import tiny_llama, write_gguf
 
 FILE = Path("model.gguf")
 TOKENS = 24
 PEER = "hdtool.builders.evaluation.llama_cpp_peer"
-
-
-@pytest.fixture(scope="module")
-def embedded() -> Loaded:
-    return load(ModelConfig())
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.samplers import compiler_for
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.target.load import Loaded, load
+from hdtool.runtime.target.load import Loaded
 
 SCHEMA = {
     "type": "object",
@@ -35,11 +35,6 @@ ROWS: list[dict[str, Any]] = [
     {"id": "regex", "prompt": "Shall we go?", "regex": REGEX},
     {"id": "free", "prompt": "Tell me about spring."},
 ]
-
-
-@pytest.fixture(scope="module")
-def embedded() -> Loaded:
-    return load(ModelConfig())
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from hdtool.data.errors import ModelError
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.caches.kv_cache import StaticKVCache
 from hdtool.runtime.config.decoding import StoresConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.engine_interface import Verified
@@ -29,7 +29,7 @@ from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.model.placement import logits_after, more_precise
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.target.load import Loaded, load
+from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.target.target import Target
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import plain_logits, prompt_of
@@ -39,11 +39,6 @@ PROMPT = prompt_of(20)
 MAX_NEW_TOKENS = 40
 GREEDY = SamplingConfig()
 DRAWN = SamplingConfig(temperature=1.0, seed=3)
-
-
-@pytest.fixture(scope="module")
-def embedded() -> Loaded:
-    return load(ModelConfig())
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ def json_of(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 def complaint(capfd: pytest.CaptureFixture[str], *arguments: str, code: int = 1) -> str:
     """Return the one line of an expected failure; nothing else may be printed but notes."""
+    capfd.readouterr()
     assert run(list(arguments)) == code
     found = capfd.readouterr()
     (line,) = (line for line in found.err.splitlines() if not line.startswith("note: "))
