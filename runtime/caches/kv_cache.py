@@ -188,7 +188,8 @@ class StaticKVCache:
 
     def mark_written(self, end: int) -> None:
         """Note that a pass writes to positions before ``end``."""
-        self.written_length = max(self.written_length, end)
+        if end > self.written_length:
+            self.written_length = end
 
     def clear_from(self, position: int) -> None:
         """Zero all keys and values that earlier passes wrote from ``position`` on.

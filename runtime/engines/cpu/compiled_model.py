@@ -143,11 +143,10 @@ class CompiledModel(Backend):
             for slot in slots:
                 self._begin(slot)
                 slot.hold_states(None)
-        verified = passes.verify(storage, [slot.kv for slot in slots], trees, options)
+        verified = passes.verify(storage, slots, trees, options)
         if verified is None:
             return None
-        nodes = [len(tree.tokens) for tree in trees]
-        self._add(passes, started, max(nodes) if self.pads else sum(nodes) + len(nodes) - 1, len(nodes))
+        self._add(passes, started, passes.nodes, len(trees))
         if self.table.mixers:
             states = passes.states_of_rows()
             for place, slot in enumerate(slots):

@@ -36,6 +36,7 @@ from hdtool.runtime.kernels.topk import folded_size
 
 if TYPE_CHECKING:
     from hdtool.runtime.caches.kv_cache import KVTensors, StaticKVCache
+    from hdtool.runtime.caches.slots import Slot
     from hdtool.runtime.caches.states import States
     from hdtool.runtime.engines.cpu.weight_table import WeightTable
 
@@ -70,6 +71,8 @@ class TreePass:
         self._record, self._at = records[0], records.ctypes.data
         self._active_experts: Array = records["pass_record"]["active_experts"]
         """View of the record's field. Reading the field through the record takes 14 µs."""
+        self.nodes = 0
+        """Number of nodes that the last pass verified, as ``PassLog`` counts them."""
         rows = slots * self._rows
         self._memory: dict[str, Any] = {
             "last_masks": np.zeros((slots, 2), np.int64),
@@ -107,19 +110,18 @@ class TreePass:
     def verify(
         self,
         storage: KVTensors,
-        kvs: Sequence[StaticKVCache],
+        slots: Sequence[Slot],
         trees: Sequence[DraftTree],
         options: Sequence[PassOptions],
     ) -> list[Verified] | None:
-        """Verify each tree after the sequence with the same index; return None if the engine can't compute the pass.
+        """Verify each tree in the slot with the same index; return None if the engine can't compute the pass.
 
-        ``storage`` holds the sequences, and begins with them. If a tree's ``forced_tokens`` allow only one token after
+        ``storage`` holds the slots, and begins with them. If a tree's ``forced_tokens`` allow only one token after
         a row, only that token's logit is written.
         """
         if len(trees) == 1:
-            verified_one = self._verify_one(storage, kvs[0], trees[0], options[0])
-            return None if verified_one is None else [verified_one]
-        nodes, lengths = [len(tree.tokens) for tree in trees], [kv.length for kv in kvs]
+            return self._verify_one(storage, slots[0].kv, trees[0], options[0])
+        nodes, lengths = [len(tree.tokens) for tree in trees], [slot.length for slot in slots]
         # Mixers need equally many rows in each tree, so smaller trees are padded.
         min_rows = max(nodes) + 1 if self._table.mixers else 1
         rows = [max(count + 1, min_rows) for count in nodes]
@@ -133,14 +135,15 @@ class TreePass:
         if not self._compute(len(trees), tokens, parents, forced_tokens, min_rows, 0, ranks, False):
             return None
         verified, offsets = list[Verified](), accumulate(rows, initial=0)
-        for slot, (kv, each, first) in enumerate(zip(kvs, options, offsets, strict=False)):
-            kv.mark_written(kv.length + rows[slot])
-            verified.append(self._result(slot, first, nodes[slot] + 1, each))
+        for number, (slot, each, first) in enumerate(zip(slots, options, offsets, strict=False)):
+            slot.kv.mark_written(slot.length + rows[number])
+            verified.append(self._result(number, first, nodes[number] + 1, each))
+        self.nodes = min_rows - 1 if self._table.mixers else sum(rows) - 1
         return verified
 
     def _verify_one(
         self, storage: KVTensors, kv: StaticKVCache, tree: DraftTree, options: PassOptions
-    ) -> Verified | None:
+    ) -> list[Verified] | None:
         """Do what ``verify`` does, for one tree, in fewer steps."""
         rows, length = len(tree.tokens) + 1, kv.length
         if not self._can_compute(storage, length + rows):
@@ -150,7 +153,8 @@ class TreePass:
         if not self._compute(1, tree.tokens, tree.parents, forced_tokens, 1, 0, options.wants_maxima, False):
             return None
         kv.mark_written(length + rows)
-        return self._result(0, 0, rows, options)
+        self.nodes = rows - 1
+        return [self._result(0, 0, rows, options)]
 
     def _result(self, slot: int, first: int, rows: int, options: PassOptions) -> Verified:
         """Return the results of a slot's tree, whose rows begin with ``first``."""

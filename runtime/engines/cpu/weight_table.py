@@ -86,6 +86,7 @@ class WeightTable:
         self._placeholders = np.array(parts.placeholders, np.int64)
         self.version = 0
         """Incremented whenever earlier results of ``outer_record`` and ``with_cache`` become outdated."""
+        self.has_experts = any(part.experts or part.added_mixture for part in parts.layers)
         self.watches_hidden = False
         self.watched: tuple[int, ...] = ()
         """Indices of the layers whose outputs passes return after the hidden states."""
@@ -129,10 +130,6 @@ class WeightTable:
         """Make later passes return their final hidden states, followed by the outputs of ``layers``."""
         self.watches_hidden, self.watched = True, layers
         self.version += 1
-
-    @property
-    def has_experts(self) -> bool:
-        return any(part.experts or part.added_mixture for part in self._parts.layers)
 
     def use_int8_activations(self) -> bool:
         """Multiply packed weights by 8-bit activations from now on; return True if the model has packed weights.
