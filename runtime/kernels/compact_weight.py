@@ -12,13 +12,10 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch.nn import Embedding
 
-from hdtool.runtime.kernels.packed_matrix import PackedMatrix
+from hdtool.runtime.kernels.packed_matrix import ROW_ARGUMENTS, PackedMatrix
 
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
 ATEN = torch.ops.aten
-ROW_OPERATIONS = (ATEN.embedding.default, ATEN.index.Tensor, ATEN.index_select.default)
-"""Operations that gather rows of their first argument."""
-
 
 Stored = torch.Tensor | PackedMatrix
 
@@ -72,7 +69,7 @@ class CompactWeight(torch.Tensor):
         cls, operation: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if operation in ROW_OPERATIONS and is_compact(args[0]) and not any(map(is_compact, args[1:])):
+        if operation in ROW_ARGUMENTS and is_compact(args[0]) and not any(map(is_compact, args[1:])):
             rows = _rows(operation, args, kwargs)
             if rows is not None:
                 return rows

@@ -18,7 +18,7 @@ from torch.nn.functional import silu
 from hdtool.runtime.kernels.compact_weight import is_compact, stored_of
 from hdtool.runtime.kernels.compiled import Array, Record, array_at, compiled, copy_floats
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MATMUL, matmul_of
-from hdtool.runtime.kernels.linear import ORDINARY_TENSORS, format_of
+from hdtool.runtime.kernels.linear import ORDINARY_TENSORS, format_of, is_readable
 from hdtool.runtime.kernels.packed_matrix import PackedExperts
 from hdtool.runtime.kernels.row_operations import (
     add_in_place,
@@ -366,7 +366,7 @@ def fits_compiled_experts(module: Any, dtypes: Container[torch.dtype] = (torch.f
         all(_parts_fit(weight, _has_pairs(module)) for weight in weights)
         and (_pairs_fit(module, dtypes) if expected["has_bias"] else _activation(module) in ACTIVATIONS[is_gated])
         and expand.shape == (number, (1 + is_gated) * inner, width)
-        and all(weight.shape[2] % COLUMN_MULTIPLE == 0 and _is_plain(weight, dtypes) for weight in (expand, reduce))
+        and all(weight.shape[2] % COLUMN_MULTIPLE == 0 and is_readable(weight, dtypes) for weight in (expand, reduce))
     )
 
 
@@ -397,14 +397,9 @@ def _pairs_fit(module: Any, dtypes: Container[torch.dtype]) -> bool:
     return (
         not module._modules
         and all(isinstance(getattr(module, name, None), float) for name in ("alpha", "limit"))
-        and all(type(bias) in ORDINARY_TENSORS and _is_plain(bias, dtypes) for bias in biases)
+        and all(type(bias) in ORDINARY_TENSORS and is_readable(bias, dtypes) for bias in biases)
         and [bias.shape for bias in biases] == shapes
     )
-
-
-def _is_plain(weight: Any, dtypes: Container[torch.dtype]) -> bool:
-    is_ordinary = type(weight) in ORDINARY_TENSORS or is_compact(weight)
-    return is_ordinary and weight.dtype in dtypes and weight.is_cpu and weight.is_contiguous()
 
 
 def arrange_experts(model: Module) -> None:

@@ -20,6 +20,12 @@ ORDINARY_TENSORS = (torch.Tensor, Parameter)
 """Tensor classes whose memory can be read directly, unlike the tensor classes of quantization libraries."""
 
 
+def is_readable(weight: Any, dtypes: Container[torch.dtype] = (torch.float32,)) -> bool:
+    """Return True if compiled code can read a weight with one of ``dtypes``, or its stored form, where it lies."""
+    is_ordinary = type(weight) in ORDINARY_TENSORS or is_compact(weight)
+    return is_ordinary and weight.dtype in dtypes and weight.is_cpu and weight.is_contiguous()
+
+
 class CompiledLinear(Linear):
     """A ``torch.nn.Linear`` with a compiled matmul.
 
@@ -53,11 +59,9 @@ class CompiledLinear(Linear):
         return (
             not (torch.compiler.is_compiling() or torch._C._get_tracing_state())  # tracing sees only torch operations
             and type(input) in ORDINARY_TENSORS
-            and input.dtype == weight.dtype == torch.float32
+            and input.dtype == torch.float32
             and input.is_cpu
-            and weight.is_cpu
-            and (type(weight) in ORDINARY_TENSORS or is_compact(weight))
-            and weight.is_contiguous()
+            and is_readable(weight)
             and weight.dim() == 2
             and weight.shape[1] == input.shape[-1] == self.in_features
             and self.in_features % COLUMN_MULTIPLE == 0

@@ -135,6 +135,7 @@ INT4 = BlockFormat("int4", None, 64, 40)
 """A float32 scale and minimum, then 4-bit integers: 16 bytes for each 32 columns, whose low halves hold the first 16
 columns."""
 ALL_FORMATS = (*FORMATS_BY_GGUF_TYPE.values(), INT8, INT4)
+FORMATS_BY_NAME = {block_format.name: block_format for block_format in ALL_FORMATS}
 FORMAT_OF_TYPE = {type_of(block_format.kind): block_format for block_format in ALL_FORMATS}
 VALUE_TABLES = {
     "IQ4_NL": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),

@@ -18,13 +18,13 @@ import torch
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.gemm_tiles import unpack_matrix
-from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, INT4, INT8, BlockFormat
+from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_NAME, INT4, INT8, BlockFormat
 
 MADV_PAGEOUT = 21
 """Linux's ``madvise`` advice to page memory out, which never loses data."""
 ATEN = torch.ops.aten
 ROW_ARGUMENTS = {ATEN.embedding.default: 1, ATEN.index.Tensor: 1, ATEN.index_select.default: 2}
-"""Position of the index argument in each operation that gathers rows."""
+"""Position of the index argument in each operation that gathers rows of its first argument."""
 
 
 class PackedMatrix:
@@ -181,7 +181,6 @@ class PackedExperts(PackedMatrix):
 
 MAX_QUANTIZED_VALUES = 1 << 18
 """Number of weights quantized at a time, to limit memory."""
-FORMATS_BY_NAME = {format.name: format for format in FORMATS_BY_GGUF_TYPE.values()}
 Q8_0, Q4_0, MXFP4 = (FORMATS_BY_NAME[name] for name in ("Q8_0", "Q4_0", "MXFP4"))
 HALF_SIZE = 2
 
@@ -312,9 +311,17 @@ def packed_int4(octets: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor
     out_features, half = octets.shape
     if half % (INT4.block_size // 2):
         return None
-    # Put 16 columns in the low halves of bytes and the next 16 in the high halves; -8 becomes 0.
-    levels = torch.stack([octets & 15, octets >> 4], -1).view(out_features, -1, 2, 16) ^ 8
-    return _packed(INT4, (levels[:, :, 0] | levels[:, :, 1] << 4).view(out_features, -1), [scales, minima], group)
+    levels = _half_apart(octets.view(out_features, -1, 16) ^ 0x88)  # -8 becomes 0
+    return _packed(INT4, levels.view(out_features, -1), [scales, minima], group)
+
+
+def _half_apart(octets: torch.Tensor) -> torch.Tensor:
+    """Return bytes of 4-bit numbers ``[..., n]``, of which each held two adjacent ones, with number ``i + n`` by ``i``.
+
+    The first of both numbers has the lower bits.
+    """
+    numbers = torch.stack([octets & 15, octets >> 4], -1).flatten(-2)
+    return numbers[..., : octets.shape[-1]] | numbers[..., octets.shape[-1] :] << 4
 
 
 def _packed(format: BlockFormat, octets: torch.Tensor, headers: list[torch.Tensor], group: int) -> PackedMatrix | None:
@@ -357,10 +364,9 @@ def packed_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> PackedExperts:
 
     A byte in the checkpoint holds two adjacent values, a byte in the packed format two that are half a block apart.
     """
-    half, (number, rows, count, _) = MXFP4.block_size // 2, blocks.shape
+    number, rows, count, _ = blocks.shape
     blocks_ = torch.empty(number, rows, count, MXFP4.bytes, dtype=torch.uint8)
     for expert in range(number):  # one by one, which needs little temporary memory
-        levels = torch.stack((blocks[expert] & 15, blocks[expert] >> 4), -1).flatten(-2)
         blocks_[expert, ..., 0] = scales[expert]
-        blocks_[expert, ..., 1:] = levels[..., :half] | levels[..., half:] << 4
+        blocks_[expert, ..., 1:] = _half_apart(blocks[expert])
     return PackedExperts([PackedMatrix(blocks_.view(number * rows, -1), MXFP4)], number, is_transposed=True)

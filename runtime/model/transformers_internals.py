@@ -96,6 +96,16 @@ def text_class(settings: Any, *, trust_remote_code: bool) -> Any:
     return next(saved, known[0] if known else None)
 
 
+def empty_model(settings: Any, **options: Any) -> Any:
+    """Return a float32 model on the CPU whose parameters have shapes but no memory."""
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        auto = text_class(settings, trust_remote_code=False)
+        return auto.from_config(settings, dtype=torch.float32, trust_remote_code=False, **options)
+
+
 def is_known_type(model_type: str) -> bool:
     """Return True if transformers has a configuration class for this model type."""
     from transformers import CONFIG_MAPPING

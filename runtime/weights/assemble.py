@@ -14,23 +14,12 @@ from hdtool.data.errors import ModelError
 from hdtool.data.file_state import FileState
 from hdtool.data.progress import ProgressBar
 from hdtool.runtime.kernels.compact_weight import as_parameter, is_compact
-from hdtool.runtime.model.transformers_internals import text_class
 from hdtool.runtime.weights.damaged_weights import WeightCheck
 from hdtool.runtime.weights.store import WeightStore
 
 NARROW_BYTES = 2
 READERS = 2
 """Number of threads that read weights; each may hold a weight that it expands."""
-
-
-def empty_model(settings: Any, **options: Any) -> Any:
-    """Return a float32 model on the CPU whose parameters have shapes but no memory."""
-    from accelerate import init_empty_weights
-    from transformers.initialization import no_init_weights
-
-    with init_empty_weights(include_buffers=False), no_init_weights():
-        auto = text_class(settings, trust_remote_code=False)
-        return auto.from_config(settings, dtype=torch.float32, trust_remote_code=False, **options)
 
 
 def fits(store: WeightStore, model: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from math import prod
 
-from hdtool.runtime.kernels.packed_matrix import FORMATS_BY_NAME
+from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_NAME
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.weights.gguf_file import PLAIN, GGUFFile
 from hdtool.runtime.weights.pieces import Piece

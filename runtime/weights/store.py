@@ -22,7 +22,7 @@ from hdtool.data.errors import ModelError
 from hdtool.data.memory import HUGE_PAGE, mapped_memory
 from hdtool.runtime.kernels.compact_weight import CompactWeight, expand_compact
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
-from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS
+from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_NAME
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.weights.pieces import Piece
@@ -33,13 +33,11 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 """Dtypes of formats that store each number by itself."""
-BLOCK_FORMATS = {block_format.name: block_format for block_format in ALL_FORMATS}
-"""Block formats that the compiled matmul reads."""
 
 
 def are_read_by_matmul(name: str, columns: int) -> bool:
     """Return True if the compiled matmul reads blocks of this format, in rows of so many columns."""
-    block_format = BLOCK_FORMATS.get(name) if EXPANDS_FLOAT16 else None
+    block_format = FORMATS_BY_NAME.get(name) if EXPANDS_FLOAT16 else None
     return block_format is not None and columns % max(COLUMN_MULTIPLE, block_format.block_size) == 0
 
 
@@ -124,7 +122,7 @@ class WeightStore(Mapping[str, StoredWeight]):
                 shapes = f"{tuple(numbers.shape)}, where its configuration has {tuple(weight.shape)}"
                 raise ModelError(f"{self.source} is damaged: {name} has shape {shapes}: get it again")
             return numbers
-        block_format = BLOCK_FORMATS[weight.format]
+        block_format = FORMATS_BY_NAME[weight.format]
         if len(weight.shape) == 2:
             return CompactWeight(PackedMatrix(self._rows(weight), block_format))
         parts, interleaved = _parts_of_experts(weight)
@@ -175,7 +173,7 @@ class WeightStore(Mapping[str, StoredWeight]):
         """Return the bytes of the rows of a weight, in order."""
         first, *others = weight.pieces
         if not others and weight.order is None:
-            is_mapped = self.maps_blocks and weight.format in BLOCK_FORMATS
+            is_mapped = self.maps_blocks and weight.format in FORMATS_BY_NAME
             return _mapped(first) if is_mapped else self._bytes(first).view(first.rows, -1)
         total = sum(piece.rows for piece in weight.pieces)
         order = np.arange(total) if weight.order is None else weight.order
@@ -258,7 +256,7 @@ def _as_rows(numbers: torch.Tensor) -> torch.Tensor:
 
 def expanded_blocks(rows: torch.Tensor, name: str) -> torch.Tensor:
     """Expand rows of blocks to float32, with compiled code where it reads the format, else with the library gguf."""
-    block_format = BLOCK_FORMATS.get(name)
+    block_format = FORMATS_BY_NAME.get(name)
     columns = rows.shape[1] // block_format.bytes * block_format.block_size if block_format else 0
     if block_format and are_read_by_matmul(name, columns):
         return PackedMatrix(rows, block_format).float()

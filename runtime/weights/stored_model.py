@@ -20,8 +20,8 @@ from hdtool.data.notes import note
 from hdtool.data.progress import progress_bar
 from hdtool.runtime.config.model import INT8, ModelConfig
 from hdtool.runtime.model.quantization import MXFP4, library_of
-from hdtool.runtime.model.transformers_internals import text_class
-from hdtool.runtime.weights.assemble import empty_model, fill, fits, on_request
+from hdtool.runtime.model.transformers_internals import empty_model, text_class
+from hdtool.runtime.weights.assemble import fill, fits, on_request
 from hdtool.runtime.weights.checkpoint_identity import CONFIG_FILES, place_of
 from hdtool.runtime.weights.damaged_weights import WeightCheck
 from hdtool.runtime.weights.gguf_file import GGUFFile, existing_parts, gguf_file

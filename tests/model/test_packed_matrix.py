@@ -18,7 +18,7 @@ from torch.nn.functional import embedding
 
 from hdtool.runtime.engines.cpu.int8_panels import Panels
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_packed
-from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, FORMATS_BY_GGUF_TYPE, BlockFormat
+from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, FORMATS_BY_GGUF_TYPE, FORMATS_BY_NAME, BlockFormat
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from tests.support.packed_blocks import (
     MAX_BLOCK_SIZE,
@@ -32,7 +32,6 @@ from tests.support.packed_blocks import (
 from tests.support.project import ROOT
 
 pytestmark = needs_blocks
-FORMATS_BY_NAME = {one.name: one for one in ALL_FORMATS}
 ALL = [pytest.param(one, id=name) for name, one in FORMATS_BY_NAME.items()]
 SPECIAL = [0.0, -0.0, 6e-8, -5.9e-5, float("inf"), -float("inf"), float("nan"), 65504.0, 1.0]
 """Zeros, subnormal numbers, infinities, NaN and the largest number of float16."""

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from hdtool.runtime.weights.assemble import empty_model
+from hdtool.runtime.model.transformers_internals import empty_model
 from hdtool.runtime.weights.gguf_file import GGUFFile
 from hdtool.runtime.weights.gguf_names import gguf_store
 from tests.support.gguf_architectures import (

@@ -11,14 +11,14 @@ import torch
 from torch.nn import Embedding, Linear, Module
 
 from hdtool.runtime.engines.cpu.int8_code import PANEL_ROWS
-from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, is_compact, stored_of
+from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, stored_of
 from hdtool.runtime.kernels.experts import GATE_UP, CompiledExperts, weight_names
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
-from hdtool.runtime.kernels.linear import ORDINARY_TENSORS, CompiledLinear
+from hdtool.runtime.kernels.linear import CompiledLinear, is_readable
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
 from hdtool.runtime.kernels.row_operations import ACTIVATIONS as COMPILED_ACTIVATIONS
 from hdtool.runtime.kernels.vector_code import LANES
-from hdtool.runtime.model.transformers_internals import text_class
+from hdtool.runtime.model.transformers_internals import empty_model
 from hdtool.runtime.program.hybrid_families import DESCRIBED
 from hdtool.runtime.program.mixer_parts import router_of
 from hdtool.runtime.program.model_families import Family, is_of_package, package_of
@@ -31,12 +31,7 @@ CompiledParts: TypeAlias = ModelParts[CompiledLinear]
 def _is_linear(module: Any) -> bool:
     is_compiled = type(module) is CompiledLinear and "forward" not in vars(module)
     is_whole = is_compiled and module.weight.shape == (module.out_features, module.in_features)
-    return is_whole and all(map(_is_readable, module.parameters()))
-
-
-def _is_readable(weight: Any) -> bool:
-    is_float = weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous()
-    return is_float and (is_compact(weight) or type(weight) in ORDINARY_TENSORS)
+    return is_whole and all(map(is_readable, module.parameters()))
 
 
 def _is_embedding(module: Module) -> bool:
@@ -57,7 +52,7 @@ def scale_of(embedding: Module) -> float | None:
     return None if scale is None or scale.numel() != 1 else float(scale)
 
 
-COMPILED: Kind[CompiledLinear] = Kind(_is_linear, _is_readable, _is_embedding, LANES, DESCRIBED)
+COMPILED: Kind[CompiledLinear] = Kind(_is_linear, is_readable, _is_embedding, LANES, DESCRIBED)
 ACTIVATIONS = {gated: COMPILED_ACTIVATIONS.keys() - {"relu2" if gated else "silu"} for gated in (True, False)}
 """Activations with compiled code, of MLPs with a gate and without."""
 
@@ -139,9 +134,7 @@ def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bo
         router is not None
         and all(is_of_package(module, package) for module in (block, block.get_submodule(family.experts.gate)))
         and router.weight.shape[1] == part.hidden
-        and all(
-            _is_readable(weight) for weight in (router.weight, router.bias, router.correction) if weight is not None
-        )
+        and all(is_readable(weight) for weight in (router.weight, router.bias, router.correction) if weight is not None)
     )
 
 
@@ -191,12 +184,6 @@ def may_be_compiled(settings: Any) -> bool:
     decides by comparing results with Transformers'.
     """
     try:
-        from accelerate import init_empty_weights
-        from transformers.initialization import no_init_weights
-
-        with init_empty_weights(include_buffers=False), no_init_weights():
-            auto = text_class(settings, trust_remote_code=False)
-            model = auto.from_config(settings, dtype=torch.float32, trust_remote_code=False)
-        return model_parts(model, OUTLINE) is not None
+        return model_parts(empty_model(settings), OUTLINE) is not None
     except Exception:  # from Transformers or accelerate; loading the model will report it
         return True
