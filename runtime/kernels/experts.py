@@ -21,12 +21,13 @@ from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MATMUL, matmul_of
 from hdtool.runtime.kernels.linear import ORDINARY_TENSORS, format_of, is_readable
 from hdtool.runtime.kernels.packed_matrix import PackedExperts
 from hdtool.runtime.kernels.row_operations import (
+    SILU,
+    SQUARED_RELU,
+    TANH_GELU,
+    activate,
     add_in_place,
     gate_halves,
     gate_pairs,
-    gelu_in_place,
-    silu_in_place,
-    square_positive,
 )
 from hdtool.runtime.kernels.thread_pool import parallel_matmul, shared_thread_pool
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
@@ -136,14 +137,15 @@ EXPERTS = np.dtype(
         ("has_pairs", np.bool_),  # True if gate and up are interleaved in their bias
         ("alpha", np.float32),  # constants of the activation with ``has_pairs``
         ("limit", np.float32),
-        ("tanh_gate", np.bool_),  # True if the activation without ``has_pairs`` is tanh GELU instead of SiLU
-        ("squares", np.bool_),  # True if experts have no gate, and a squared ReLU as activation
+        ("activation", np.int64),  # without ``has_pairs``, see ``row_operations.ACTIVATIONS``
     ],
     align=True,
 )
-TANH_GELUS = ("GELUTanh", "PytorchGELUTanh")
-ACTIVATIONS = {False: ("ReLUSquaredActivation",), True: ("SiLU", "SiLUActivation", *TANH_GELUS)}
-"""Class names of the supported activations of experts without and with a gate."""
+ACTIVATIONS = {
+    False: {"ReLUSquaredActivation": SQUARED_RELU},
+    True: {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": TANH_GELU, "PytorchGELUTanh": TANH_GELU},
+}
+"""Supported activations, by class name, of experts without and with a gate."""
 GATE_UP, UP, DOWN = WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of the parameters ``[experts, rows, columns]`` in transformers' modules; experts without a gate have ``UP``."""
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
@@ -228,20 +230,16 @@ def _expand(thread_pool: int, threads: int, experts: Record, expert: int, inputs
         parallel_matmul(thread_pool, threads, experts.expand, matrix, 2 * inner, width, inputs, rows, gate, bias)
         gate_pairs(gate, rows * inner, alpha, limit, gate)
         return
-    up = gate + rows * inner * ITEM_SIZE
+    up = gate + rows * inner * ITEM_SIZE if experts.up else 0
     parallel_matmul(thread_pool, threads, experts.expand, matrix, inner, width, inputs, rows, gate, 0)
-    if experts.squares:
-        square_positive(gate, rows * inner)
-        return
-    parallel_matmul(thread_pool, threads, experts.expand, up_matrix, inner, width, inputs, rows, up, 0)
+    if up:
+        parallel_matmul(thread_pool, threads, experts.expand, up_matrix, inner, width, inputs, rows, up, 0)
     if experts.has_pairs:
         for row in range(rows):
             first = row * inner * ITEM_SIZE
             gate_halves(gate + first, up + first, bias, inner, alpha, limit)
-    elif experts.tanh_gate:
-        gelu_in_place(gate, up, rows * inner)
     else:
-        silu_in_place(gate, up, rows * inner)
+        activate(experts.activation, gate, up, rows * inner)
 
 
 def weight_names(experts: Module) -> tuple[str, str]:
@@ -288,12 +286,11 @@ def experts_record(module: Any, panels: Mapping[int, Any] = MappingProxyType({})
     """
     record: Record = np.zeros(1, EXPERTS)[0]
     has_pairs = record["has_pairs"] = _has_pairs(module)
-    names = weight_names(module)
+    names, is_gated = weight_names(module), UP not in module._parameters
     (gate, *separate_up), (down,) = (expert_matrices(getattr(module, name), panels) for name in names)
     record["count"], record["width"], record["inner"] = matrices_of(module.down_proj).shape
     record["expand"], record["gate"], record["gate_size"] = gate
-    record["squares"] = names[0] == UP
-    if separate_up or not (has_pairs or names[0] == UP):
+    if separate_up or (is_gated and not has_pairs):
         up = separate_up[0] if separate_up else gate._replace(first=gate.first + gate.size // 2)
         record["up"], record["up_size"] = up.first, up.size
     record["reduce"], record["down"], record["down_size"] = down
@@ -301,7 +298,7 @@ def experts_record(module: Any, panels: Mapping[int, Any] = MappingProxyType({})
         record["expand_bias"], record["reduce_bias"] = (getattr(module, name).data_ptr() for name in BIASES)
         record["alpha"], record["limit"] = module.alpha, module.limit
     else:
-        record["tanh_gate"] = _activation(module) in TANH_GELUS
+        record["activation"] = ACTIVATIONS[is_gated][_activation(module)]
     return record
 
 
