@@ -77,6 +77,7 @@ MATMUL = np.dtype(
         ("out_features", np.int64),
         ("columns", np.int64),
         ("bias", np.int64),  # address, 0 for none
+        ("factors", np.int64),  # address of the factors that scale the output's columns, 0 for none
     ],
     align=True,
 )

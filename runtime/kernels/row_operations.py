@@ -247,10 +247,10 @@ def activate(activation: int, gate: int, up: int, size: int) -> None:
 
 
 @compiled
-def scale_columns(numbers_at: int, factors_at: int, columns: int, first: int, end: int) -> None:
-    """Multiply each column of rows ``first`` to ``end - 1`` by its factor, in place."""
+def scale_columns(numbers_at: int, factors_at: int, columns: int, rows: int) -> None:
+    """Multiply each column by its factor, in place."""
     factors = array_at(factors_at, (columns,), types.float32)
-    for row in range(first, end):
+    for row in range(rows):
         numbers = array_at(numbers_at + row * columns * ITEM_SIZE, (columns,), types.float32)
         for column in range(columns):
             numbers[column] *= factors[column]

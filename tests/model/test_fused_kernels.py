@@ -14,7 +14,7 @@ from hdtool.runtime.engines.cpu.attention import (
     attention_scratch_size,
     query_blocks,
 )
-from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS
+from hdtool.runtime.engines.cpu.layer_record import ATTENTION, PASS
 from hdtool.runtime.kernels.compiled import zeroed_records
 from hdtool.runtime.kernels.layer_norm import layer_norm_rows
 from hdtool.runtime.kernels.row_operations import EXACT_GELU, SILU, TANH_GELU, activate, norm_rows
@@ -48,18 +48,20 @@ def attended(
     heads, capacity, _ = keys.shape
     found = torch.empty_like(queries)
     scratch = torch.empty(attention_scratch_size(positions, width, together)).fill_(float("nan"))
-    pass_record, layer = zeroed_records(PASS)[0], zeroed_records(LAYER)[0]
+    pass_record, attention = zeroed_records(PASS)[0], zeroed_records(ATTENTION)[0]
     starts, offsets = np.array([positions - rows]), np.array([0, rows])
     pass_record.slots, pass_record.starts, pass_record.row_offsets = 1, starts.ctypes.data, offsets.ctypes.data
     pass_record.row_positions, pass_record.scale, pass_record.softcap = address_of(places), width**-0.5, cap
     pass_record.mask, pass_record.mask_row_stride = address_of(mask), 0 if mask is None else mask.stride(0)
-    layer.heads, layer.groups, layer.width, layer.head_stride = heads, query_heads // heads, width, capacity * width
-    layer.window, layer.sinks = window, address_of(sinks)
-    layer.cached_keys, layer.cached_values = keys.data_ptr(), address_of(values if turned is None else rotated_keys)
-    layer.latents.rotated = 0 if turned is None else turned.shape[2]
+    attention.heads, attention.groups, attention.width = heads, query_heads // heads, width
+    attention.head_stride = capacity * width
+    attention.window, attention.sinks = window, address_of(sinks)
+    attention.cached_keys = keys.data_ptr()
+    attention.cached_values = address_of(values if turned is None else rotated_keys)
+    attention.latents.rotated = 0 if turned is None else turned.shape[2]
     blocks = heads * query_blocks(rows, query_heads // heads, together)
     addresses = queries.data_ptr(), address_of(turned), scratch.data_ptr(), found.data_ptr()
-    attend(pass_record, layer, 0, *addresses, together, 0, blocks)
+    attend(pass_record, attention, 0, *addresses, together, 0, blocks)
     return found
 
 

@@ -14,7 +14,7 @@ from numba import types
 from hdtool.runtime.engines.cpu.layer_record import offsets_of, starts_of
 from hdtool.runtime.kernels.compiled import WORD_SIZE, Record, array_at, compiled, copy_floats, generated
 from hdtool.runtime.kernels.matrix_formats import cases
-from hdtool.runtime.kernels.row_operations import elementwise, exponentiate
+from hdtool.runtime.kernels.row_operations import elementwise, exponentiate, multiply_by_sigmoid
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 16, 48
@@ -181,7 +181,7 @@ def attention_scratch_size(positions: int, width: int, block_size: int) -> int:
 @compiled
 def attend(
     pass_record: Record,
-    layer: Record,
+    attention: Record,
     slot: int,
     queries: int,
     turned: int,
@@ -198,15 +198,15 @@ def attend(
     ``heads * query_blocks(rows, groups, block_size)`` blocks, which are numbered head by head. ``scratch`` needs room
     for ``attention_scratch_size`` values. The number of positions in the cache must be a multiple of ``LANES``.
     """
-    heads, groups, width, rotated = layer.heads, layer.groups, layer.width, layer.latents.rotated
-    offset, head_stride, mask = offsets_of(pass_record)[slot], layer.head_stride, 0
+    heads, groups, width, rotated = attention.heads, attention.groups, attention.width, attention.latents.rotated
+    offset, head_stride, mask = offsets_of(pass_record)[slot], attention.head_stride, 0
     rows, length = offsets_of(pass_record)[slot + 1] - offset, starts_of(pass_record)[slot]
-    keys, values = layer.cached_keys + slot * layer.slot_stride * ITEM_SIZE, layer.cached_values
-    rotated_keys = values + slot * layer.latents.key_slot_stride * ITEM_SIZE
-    values = keys if rotated else values + slot * layer.slot_stride * ITEM_SIZE
+    keys, values = attention.cached_keys + slot * attention.slot_stride * ITEM_SIZE, attention.cached_values
+    rotated_keys = values + slot * attention.latents.key_slot_stride * ITEM_SIZE
+    values = keys if rotated else values + slot * attention.slot_stride * ITEM_SIZE
     if pass_record.mask and rows > 1:
         mask = pass_record.mask + slot * pass_record.mask_slot_stride * ITEM_SIZE
-    mask_stride, cap, window = pass_record.mask_row_stride, pass_record.softcap, layer.window
+    mask_stride, cap, window = pass_record.mask_row_stride, pass_record.softcap, attention.window
     queries += offset * heads * groups * width * ITEM_SIZE
     written += offset * heads * groups * width * ITEM_SIZE
     turned += offset * groups * rotated * ITEM_SIZE
@@ -255,9 +255,11 @@ def attend(
                 scores, group = scores + padded * ITEM_SIZE, group + 1
                 if group == groups:
                     row, group, added = row + 1, 0, 0
-        if layer.sinks:
+        if attention.sinks:
             for query in range(count):
-                sink = array_at(layer.sinks, (heads * groups,), types.float32)[head * groups + (start + query) % groups]
+                sink = array_at(attention.sinks, (heads * groups,), types.float32)[
+                    head * groups + (start + query) % groups
+                ]
                 tops[query] = max(tops[query], sink)
                 sink_weights[query] = np.exp(np.float32(sink - tops[query]))
         array_at(sums, (block_size * width + block_size * (width // LANES),), types.float32)[:] = 0.0
@@ -271,7 +273,7 @@ def attend(
             query_index = start + query
             at = query_index // groups * row_size + (head * groups + query_index % groups) * width
             total = array_at(totals + query * ITEM_SIZE, (1,), types.float32)[0]
-            if layer.sinks:
+            if attention.sinks:
                 total += sink_weights[query]
             _divide(sums + query * width * ITEM_SIZE, width, total, written + at * ITEM_SIZE)
 
@@ -376,3 +378,21 @@ def add_weighted_sums(
             column += vectors * LANES
             part += 1
         query += size
+
+
+@compiled
+def split_gates(joined: int, queries: int, attention: Record, first: int, end: int) -> None:
+    """Copy the queries of rows ``first`` to ``end - 1`` from ``joined``, where each head's gates follow its queries."""
+    heads, width = attention.heads * attention.groups, attention.width
+    size = width * ITEM_SIZE
+    for head in range(first * heads, end * heads):
+        copy_floats(joined + 2 * head * size, width, queries + head * size)
+
+
+@compiled
+def gate_heads(joined: int, attended: int, attention: Record, first: int, end: int) -> None:
+    """Multiply the attention outputs of rows ``first`` to ``end - 1`` by the sigmoid of their gates, in place."""
+    heads, width = attention.heads * attention.groups, attention.width
+    size = width * ITEM_SIZE
+    for head in range(first * heads, end * heads):
+        multiply_by_sigmoid(attended + head * size, joined + (2 * head + 1) * size, width)

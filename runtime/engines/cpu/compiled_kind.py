@@ -75,35 +75,44 @@ class MatmulRows(NamedTuple):
         return stored if len(stored) == self.end - self.first else stored[self.first : self.end]
 
 
-MIXER_INPUTS = ("first", "second", "third", "fourth", "fifth", "sixth")
-"""Fields of a layer's record for the matmuls at the beginning of a token mixer."""
-DELTA_ATTENTION_INPUTS = ("first", "fifth", "sixth", "third")
-GATES, DECAYS = ("gate_input", "second"), ("decay_input", "fourth")
+MIXER_INPUTS = ("inputs", "delta.gates", "delta.strengths", "delta.steps", "delta.keys", "delta.values")
+"""Fields of a mixer's record for its first matmuls, unless they are grouped by key head, or those of an attention."""
+GROUPED_INPUTS = ("inputs", "delta.strengths")
+DELTA_ATTENTION_INPUTS = ("inputs", "delta.keys", "delta.values", "delta.strengths")
+GATES, DECAYS = ("delta.gate_input", "delta.gates"), ("delta.decay_input", "delta.steps")
 """Fields for the matmuls of a delta attention's gates and decays; if there is only one matmul, it has the last."""
+FIELDS = {
+    **{name: f"attention.{name}" for name in ("queries", "keys", "values", "out")},
+    "first": "mixer.inputs",
+    "mixer_out": "mixer.out",
+}
+"""Fields of the matmuls with names in ``Family.factors``, where they have another name in a layer's record."""
 
 
 def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[str, MatmulRows]:
-    """Return a decoder layer's matmuls by their field in the layer's record."""
+    """Return a decoder layer's matmuls by their field in the layer's record, such as ``mixer.out``."""
     keys, inner = part.heads * part.width, part.inner
     sizes = keys * part.groups, keys, keys
     inputs = _split(part.qkv, sizes if part.kv_source is None else sizes[:1])
     names: tuple[str, ...] = ("queries", "keys", "values")
     if part.latent:
-        names = ("latent_queries" if part.latent.queries else "queries", "keys")
-        names += ("latent_gate",) if part.latent.gate else ()
+        names = ("latents.queries" if part.latent.queries else "queries", "keys")
+        names += ("latents.gate",) if part.latent.gate else ()
         names += ("queries",) if part.latent.queries else ()
         inputs = [*inputs, *map(MatmulRows.whole, part.latent.queries)]
     dense = [*zip(("gate", "up"), _split(part.gate_up, (inner, inner)), strict=False)]
     dense += [("down", MatmulRows.whole(down)) for down in part.down]
-    matmuls = dict(zip(names, inputs, strict=False))
+    matmuls = {f"attention.{name}": rows for name, rows in zip(names, inputs, strict=False)}
     if part.out:
-        matmuls["out"] = MatmulRows.whole(part.out)
+        matmuls["attention.out"] = MatmulRows.whole(part.out)
     if part.mixer:
         mixer = part.mixer
         fields = DELTA_ATTENTION_INPUTS if mixer.decay else MIXER_INPUTS[: len(mixer.inputs)]
-        for names, chain in ((fields, mixer.inputs), (GATES, mixer.gate), (DECAYS, mixer.decay_inputs)):
-            matmuls |= dict(zip(names[len(names) - len(chain) :], map(MatmulRows.whole, chain), strict=True))
-        matmuls["mixer_out"] = MatmulRows.whole(part.mixer.out)
+        fields = GROUPED_INPUTS if len(fields) == len(GROUPED_INPUTS) else fields
+        chains = (fields, mixer.inputs), (GATES, mixer.gate), (DECAYS, mixer.decay_inputs), (("out",), [mixer.out])
+        for names, chain in chains:
+            named = zip(names[len(names) - len(chain) :], map(MatmulRows.whole, chain), strict=True)
+            matmuls |= {f"mixer.{name}": rows for name, rows in named}
     matmuls |= dict(zip(("input_gate", "input_out"), map(MatmulRows.whole, part.input_matmuls), strict=False))
     if part.side:
         matmuls["side_out"] = MatmulRows.whole(part.side.out)

@@ -85,22 +85,22 @@ _multiply = elementwise(lambda code, first, second: code.builder.fmul(first, sec
 
 
 @compiled
-def window_size(layer: Record) -> int:
+def window_size(convolution: Record) -> int:
     """Return how many float32 values ``copy_windows`` writes for one sequence."""
-    return layer.columns * layer.channels  # type: ignore[no-any-return]
+    return convolution.taps * convolution.channels  # type: ignore[no-any-return]
 
 
 @compiled
-def copy_windows(layer: Record, windows: int, first: int, end: int) -> None:
+def copy_windows(convolution: Record, windows: int, first: int, end: int) -> None:
     """Transpose states into windows ``[columns, channels]``, for channel vectors ``first`` to ``end - 1``.
 
     A vector has ``LANES`` channels; vectors are numbered consecutively over all sequences.
     """
-    channels, columns = layer.channels, layer.columns
+    channels, columns = convolution.channels, convolution.taps
     vectors = channels // LANES
     for vector in range(first, end):
         slot, channel = vector // vectors, vector % vectors * LANES
-        slot_state = layer.conv_state + (slot * layer.conv_stride + channel * columns) * ITEM_SIZE
+        slot_state = convolution.state + (slot * convolution.state_stride + channel * columns) * ITEM_SIZE
         state = array_at(slot_state, (LANES, columns), types.float32)
         window = array_at(windows + slot * columns * channels * ITEM_SIZE, (columns, channels), types.float32)
         for column in range(columns):
@@ -117,41 +117,41 @@ def is_padding(pass_record: Record, row: int) -> bool:
 
 @compiled
 def convolve(
-    pass_record: Record, layer: Record, row: int, inputs: int, stride: int, windows: int, written: int
+    pass_record: Record, convolution: Record, row: int, inputs: int, stride: int, windows: int, written: int
 ) -> None:
     """Write the convolution of a row of the pass to ``written``.
 
     ``inputs`` is the address of the pass's input rows, which are ``stride`` float32 values apart, and ``windows`` the
     address of all sequences' transposed states.
     """
-    new, channels, column = pass_record.new, layer.channels, layer.columns
+    new, channels, column = pass_record.new, convolution.channels, convolution.taps
     slot, source_row = row // new, row % new
-    origins, window = origins_at(pass_record.origins, slot, new), windows + slot * window_size(layer) * ITEM_SIZE
-    if layer.conv_bias:
-        copy_floats(layer.conv_bias, channels, written)
+    origins, window = origins_at(pass_record.origins, slot, new), windows + slot * window_size(convolution) * ITEM_SIZE
+    if convolution.bias:
+        copy_floats(convolution.bias, channels, written)
     else:
         clear_floats(written, channels)
-    for tap in range(layer.taps - 1, -1, -1):
+    for tap in range(convolution.taps - 1, -1, -1):
         if source_row >= 0:
             read = inputs + (slot * new + source_row) * stride * ITEM_SIZE
             source_row = origins[source_row].parent
         else:
             column -= 1
             read = window + column * channels * ITEM_SIZE
-        _add_product(written, read, layer.conv_weight + tap * channels * ITEM_SIZE, channels)
+        _add_product(written, read, convolution.weight + tap * channels * ITEM_SIZE, channels)
 
 
 @compiled
 def shift_window(
-    layer: Record, slot: int, inputs: int, stride: int, count: int, path: Ints, first: int, end: int
+    convolution: Record, slot: int, inputs: int, stride: int, count: int, path: Ints, first: int, end: int
 ) -> None:
     """Advance channel vectors ``first`` to ``end - 1`` of a sequence's state by ``count`` rows.
 
     A vector has ``LANES`` channels. ``path`` lists all ``count`` rows, or at least as many of the last ones as the
     state has columns.
     """
-    channels, columns = layer.channels, layer.columns
-    slot_state = layer.conv_state + slot * layer.conv_stride * ITEM_SIZE
+    channels, columns = convolution.channels, convolution.taps
+    slot_state = convolution.state + slot * convolution.state_stride * ITEM_SIZE
     state = array_at(slot_state, (channels, columns), types.float32)
     for column in range(columns):
         later = column + count
@@ -166,9 +166,9 @@ def shift_window(
 
 
 @compiled
-def gate_input(layer: Record, row: int, projected: int, kept: int) -> None:
+def gate_input(convolution: Record, row: int, projected: int, kept: int) -> None:
     """Write the gated input of a row, whose in-projection is one of the rows at ``projected``."""
-    channels = layer.channels
+    channels = convolution.channels
     size = channels * ITEM_SIZE
     at = projected + 3 * row * size
     _multiply(at, at + 2 * size, channels, kept + row * size)
@@ -176,17 +176,17 @@ def gate_input(layer: Record, row: int, projected: int, kept: int) -> None:
 
 @compiled
 def convolve_gated(
-    pass_record: Record, layer: Record, row: int, kept: int, windows: int, projected: int, mixed: int
+    pass_record: Record, convolution: Record, row: int, kept: int, windows: int, projected: int, mixed: int
 ) -> None:
     """Convolve a row and multiply the result by the row's output gate.
 
     ``kept``, ``projected`` and ``mixed`` are the addresses of all rows' gated inputs, in-projections and outputs.
     """
-    channels = layer.channels
+    channels = convolution.channels
     size = channels * ITEM_SIZE
     written = mixed + row * size
     if is_padding(pass_record, row):
         clear_floats(written, channels)
         return
-    convolve(pass_record, layer, row, kept, channels, windows, written)
+    convolve(pass_record, convolution, row, kept, channels, windows, written)
     _multiply(projected + (3 * row + 1) * size, written, channels, written)

@@ -33,33 +33,17 @@ LINEAR_FROM = np.float32(20)
 
 
 @compiled
-def step_of(layer: Record, head: int, number: Any) -> Any:
+def step_of(mixer: Record, head: int, number: Any) -> Any:
     """Return a head's time step, ``softplus(number + bias)``, from its projection ``number`` and the head's bias."""
-    total = np.float32(number + array_at(layer.step_bias, (layer.state_heads,), types.float32)[head])
+    total = np.float32(number + array_at(mixer.step_bias, (mixer.heads,), types.float32)[head])
     return total if total > LINEAR_FROM else np.float32(np.log1p(np.exp(total)))
 
 
 @compiled
-def decay_of(layer: Record, head: int, step: Any) -> Any:
+def decay_of(mixer: Record, head: int, step: Any) -> Any:
     """Return the factor by which a head's state decays in a time step."""
-    rate = np.float32(np.exp(array_at(layer.decay_log, (layer.state_heads,), types.float32)[head]))
+    rate = np.float32(np.exp(array_at(mixer.decay_log, (mixer.heads,), types.float32)[head]))
     return np.float32(np.exp(np.float32(-rate * step)))
-
-
-@compiled
-def split_gates(joined: int, queries: int, heads: int, width: int, first: int, end: int) -> None:
-    """Copy the queries of rows ``first`` to ``end - 1`` from ``joined``, where each head's gates follow its queries."""
-    size = width * ITEM_SIZE
-    for head in range(first * heads, end * heads):
-        copy_floats(joined + 2 * head * size, width, queries + head * size)
-
-
-@compiled
-def gate_heads(joined: int, attended: int, heads: int, width: int, first: int, end: int) -> None:
-    """Multiply the attention outputs of rows ``first`` to ``end - 1`` by the sigmoid of their gates, in place."""
-    size = width * ITEM_SIZE
-    for head in range(first * heads, end * heads):
-        multiply_by_sigmoid(attended + head * size, joined + (2 * head + 1) * size, width)
 
 
 EPSILON = np.float32(1e-6)
@@ -160,70 +144,70 @@ class DeltaRows(NamedTuple):
 
 
 @compiled
-def delta_rows(layer: Record, rows: int, kept: int, scratch: int) -> DeltaRows:
+def delta_rows(mixer: Record, rows: int, kept: int, scratch: int) -> DeltaRows:
     """Return the addresses for this number of rows; memory after the last address may be used, too."""
-    heads, channels = rows * layer.state_heads * ITEM_SIZE, rows * layer.channels * ITEM_SIZE
-    keys, values = rows * layer.key_heads * layer.key_width * ITEM_SIZE, heads * layer.value_width
+    heads, channels = rows * mixer.heads * ITEM_SIZE, rows * mixer.convolution.channels * ITEM_SIZE
+    keys, values = rows * mixer.key_heads * mixer.key_width * ITEM_SIZE, heads * mixer.value_width
     changes, gates = kept + channels + keys, scratch + channels
     steps = gates + values
-    strengths = steps + heads * layer.decay_width
+    strengths = steps + heads * mixer.delta.decay_width
     return DeltaRows(
         kept, kept + channels, changes, changes + values, scratch, gates, steps, strengths, strengths + heads
     )
 
 
 @compiled
-def delta_kept_size(layer: Record) -> int:
+def delta_kept_size(mixer: Record) -> int:
     """Return how many float32 values are kept per row."""
-    return delta_rows(layer, 1, 0, 0).decays // ITEM_SIZE + layer.state_heads * layer.decay_width  # type: ignore[no-any-return]
+    return delta_rows(mixer, 1, 0, 0).decays // ITEM_SIZE + mixer.heads * mixer.delta.decay_width  # type: ignore[no-any-return]
 
 
 @compiled
-def delta_scratch_size(layer: Record) -> int:
+def delta_scratch_size(mixer: Record) -> int:
     """Return how many float32 values of scratch memory are needed per row, with those of ``grouped_at``."""
-    heads, values = layer.state_heads, layer.state_heads * layer.value_width
-    size = delta_rows(layer, 1, 0, 0).mixed // ITEM_SIZE + values
-    return size if layer.fourth.kernels else size + layer.channels + values + 2 * heads  # type: ignore[no-any-return]
+    heads, values = mixer.heads, mixer.heads * mixer.value_width
+    size = delta_rows(mixer, 1, 0, 0).mixed // ITEM_SIZE + values
+    return size if mixer.delta.steps.kernels else size + mixer.convolution.channels + values + 2 * heads  # type: ignore[no-any-return]
 
 
 @compiled
-def grouped_at(layer: Record, rows: int, at: DeltaRows) -> tuple[int, int]:
+def grouped_at(mixer: Record, rows: int, at: DeltaRows) -> tuple[int, int]:
     """Return the addresses of inputs that are grouped by key head: queries to gates, then strengths and steps."""
-    values = layer.state_heads * layer.value_width
+    values = mixer.heads * mixer.value_width
     inputs = at.mixed + rows * values * ITEM_SIZE
-    return inputs, inputs + rows * (layer.channels + values) * ITEM_SIZE
+    return inputs, inputs + rows * (mixer.convolution.channels + values) * ITEM_SIZE
 
 
 @compiled
-def separate_at(layer: Record, rows: int, at: DeltaRows) -> tuple[int, int, int]:
+def separate_at(mixer: Record, rows: int, at: DeltaRows) -> tuple[int, int, int]:
     """Return the addresses of queries, keys and values that come from separate matmuls."""
-    size = rows * layer.key_heads * layer.key_width * ITEM_SIZE
+    size = rows * mixer.key_heads * mixer.key_width * ITEM_SIZE
     return at.convolved, at.convolved + size, at.convolved + 2 * size
 
 
 @compiled
-def join_inputs(layer: Record, rows: int, at: DeltaRows, row: int) -> None:
+def join_inputs(mixer: Record, rows: int, at: DeltaRows, row: int) -> None:
     """Copy a row's queries, keys and values next to each other."""
-    queries, keys, values = separate_at(layer, rows, at)
-    width, size = layer.key_heads * layer.key_width, layer.state_heads * layer.value_width
-    written = at.inputs + row * layer.channels * ITEM_SIZE
+    queries, keys, values = separate_at(mixer, rows, at)
+    width, size = mixer.key_heads * mixer.key_width, mixer.heads * mixer.value_width
+    written = at.inputs + row * mixer.convolution.channels * ITEM_SIZE
     copy_floats(queries + row * width * ITEM_SIZE, width, written)
     copy_floats(keys + row * width * ITEM_SIZE, width, written + width * ITEM_SIZE)
     copy_floats(values + row * size * ITEM_SIZE, size, written + 2 * width * ITEM_SIZE)
 
 
 @compiled
-def spread_inputs(layer: Record, rows: int, at: DeltaRows, row: int) -> None:
+def spread_inputs(mixer: Record, rows: int, at: DeltaRows, row: int) -> None:
     """Regroup a row's inputs by kind instead of by key head.
 
     For each key head, the first matmul gives a query, a key, values and gates, and the second write strengths and time
     steps. Queries, keys and values are written next to each other.
     """
-    inputs, scores = grouped_at(layer, rows, at)
-    heads, width, states = layer.key_heads, layer.key_width, layer.state_heads
+    inputs, scores = grouped_at(mixer, rows, at)
+    heads, width, states = mixer.key_heads, mixer.key_width, mixer.heads
     heads_per_key = states // heads
-    values, keys = heads_per_key * layer.value_width, heads * width
-    written = at.inputs + row * layer.channels * ITEM_SIZE
+    values, keys = heads_per_key * mixer.value_width, heads * width
+    written = at.inputs + row * mixer.convolution.channels * ITEM_SIZE
     for head in range(heads):
         read = inputs + (row * heads + head) * 2 * (width + values) * ITEM_SIZE
         copy_floats(read, width, written + head * width * ITEM_SIZE)
@@ -237,12 +221,12 @@ def spread_inputs(layer: Record, rows: int, at: DeltaRows, row: int) -> None:
 
 
 @compiled
-def _write_channel_decays(layer: Record, steps: int, decays: int) -> None:
+def _write_channel_decays(mixer: Record, steps: int, decays: int) -> None:
     """Write one row's decays of all key channels, computed from the projections at ``steps``."""
-    heads, width, bound = layer.state_heads, layer.key_width, layer.decay_bound
+    heads, width, bound = mixer.heads, mixer.key_width, mixer.delta.decay_bound
     shape = heads, width
     numbers, forgets = array_at(steps, shape, types.float32), array_at(decays, shape, types.float32)
-    biases, logs = array_at(layer.step_bias, shape, types.float32), array_at(layer.decay_log, (heads,), types.float32)
+    biases, logs = array_at(mixer.step_bias, shape, types.float32), array_at(mixer.decay_log, (heads,), types.float32)
     for head in range(heads):
         rate = np.float32(np.exp(logs[head]))
         for channel in range(width):
@@ -255,58 +239,58 @@ def _write_channel_decays(layer: Record, steps: int, decays: int) -> None:
 
 
 @compiled
-def prepare_delta(pass_record: Record, layer: Record, at: DeltaRows, row: int, windows: int) -> None:
+def prepare_delta(pass_record: Record, mixer: Record, at: DeltaRows, row: int, windows: int) -> None:
     """Convolve a row, normalize its queries and keys, and compute its decays and write strengths."""
     if is_padding(pass_record, row):
         return
-    channels, heads, width, states = layer.channels, layer.key_heads, layer.key_width, layer.state_heads
+    channels, heads, width, states = mixer.convolution.channels, mixer.key_heads, mixer.key_width, mixer.heads
     convolved, size = at.convolved + row * channels * ITEM_SIZE, width * ITEM_SIZE
-    convolve(pass_record, layer, row, at.inputs, channels, windows, convolved)
+    convolve(pass_record, mixer.convolution, row, at.inputs, channels, windows, convolved)
     silu_of(convolved, channels)
     factor = np.float32(1 / np.sqrt(width))
     for head in range(heads):
         unit_row(convolved + head * size, width, EPSILON, factor, convolved + head * size)
         unit_row(convolved + (heads + head) * size, width, EPSILON, ONE, at.keys + (row * heads + head) * size)
-    decay_bytes = states * layer.decay_width * ITEM_SIZE
+    decay_bytes = states * mixer.delta.decay_width * ITEM_SIZE
     steps, decays = at.steps + row * decay_bytes, at.decays + row * decay_bytes
     time_steps, forgets = array_at(steps, (states,), types.float32), array_at(decays, (states,), types.float32)
-    learns, strength = array_at(at.strengths + row * states * ITEM_SIZE, (states,), types.float32), layer.strength
-    if layer.decay_width > 1:
-        _write_channel_decays(layer, steps, decays)
+    learns, strength = array_at(at.strengths + row * states * ITEM_SIZE, (states,), types.float32), mixer.delta.strength
+    if mixer.delta.decay_width > 1:
+        _write_channel_decays(mixer, steps, decays)
     for head in range(states):
-        if layer.decay_width == 1:
-            forgets[head] = decay_of(layer, head, step_of(layer, head, time_steps[head]))
+        if mixer.delta.decay_width == 1:
+            forgets[head] = decay_of(mixer, head, step_of(mixer, head, time_steps[head]))
         learns[head] = strength / (ONE + np.float32(np.exp(-learns[head])))
 
 
 @compiled
-def delta_state_size(layer: Record) -> int:
+def delta_state_size(mixer: Record) -> int:
     """Return the size, in float32 values, of the state columns that are computed together."""
-    return layer.key_width * min(layer.value_width, VECTORS * LANES)  # type: ignore[no-any-return]
+    return mixer.key_width * min(mixer.value_width, VECTORS * LANES)  # type: ignore[no-any-return]
 
 
 @compiled
-def _shape(layer: Record, column: int) -> int:
+def _shape(mixer: Record, column: int) -> int:
     """Return the shape, for ``_step``, of the block of a state's columns that begins with ``column``."""
-    if layer.decay_width > 1:
+    if mixer.delta.decay_width > 1:
         return CHANNELS
-    return VECTORS if layer.value_width - column >= VECTORS * LANES else 1
+    return VECTORS if mixer.value_width - column >= VECTORS * LANES else 1
 
 
 @compiled
-def recur_delta(pass_record: Record, layer: Record, at: DeltaRows, slot: int, head: int, buffers: int) -> None:
+def recur_delta(pass_record: Record, mixer: Record, at: DeltaRows, slot: int, head: int, buffers: int) -> None:
     """Compute one head for all rows of a sequence, and write each row's change.
 
     The outer product of a row's key and its change is added to the state.
     """
-    channels, key_heads, width, values = layer.channels, layer.key_heads, layer.key_width, layer.value_width
-    heads, new, decay_width = layer.state_heads, pass_record.new, layer.decay_width
+    channels, key_heads, width, values = mixer.convolution.channels, mixer.key_heads, mixer.key_width, mixer.value_width
+    heads, new, decay_width = mixer.heads, pass_record.new, mixer.delta.decay_width
     key_head, origins = head // (heads // key_heads), origins_at(pass_record.origins, slot, new)
-    state = layer.state + (slot * layer.state_stride + head * width * values) * ITEM_SIZE
-    size = delta_state_size(layer) * ITEM_SIZE
+    state = mixer.state + (slot * mixer.state_stride + head * width * values) * ITEM_SIZE
+    size = delta_state_size(mixer) * ITEM_SIZE
     column = 0
     while column < values:
-        shape = _shape(layer, column)
+        shape = _shape(mixer, column)
         block = LANES * max(1, shape)
         before, last = state + column * ITEM_SIZE, -1
         for slot_row in range(new):
@@ -333,20 +317,20 @@ def recur_delta(pass_record: Record, layer: Record, at: DeltaRows, slot: int, he
 
 
 @compiled
-def gate_delta(pass_record: Record, layer: Record, at: DeltaRows, row: int) -> None:
+def gate_delta(pass_record: Record, mixer: Record, at: DeltaRows, row: int) -> None:
     """Normalize each head's output for one row and multiply it by the head's gate, in place.
 
     A gate is a sigmoid in a delta attention and a SiLU otherwise.
     """
-    values, size = layer.value_width, layer.state_heads * layer.value_width
+    values, size = mixer.value_width, mixer.heads * mixer.value_width
     gates, mixed = at.gates + row * size * ITEM_SIZE, at.mixed + row * size * ITEM_SIZE
     if is_padding(pass_record, row):
         clear_floats(mixed, size)
         return
-    for head in range(layer.state_heads):
+    for head in range(mixer.heads):
         head_at = mixed + head * values * ITEM_SIZE
-        norm_row(head_at, layer.gate_norm, np.float32(0), values, layer.gate_epsilon, head_at)
-    if layer.decay_width > 1:
+        norm_row(head_at, mixer.norm, np.float32(0), values, mixer.epsilon, head_at)
+    if mixer.delta.decay_width > 1:
         multiply_by_sigmoid(mixed, gates, size)
         return
     silu_in_place(gates, mixed, size)
@@ -355,19 +339,19 @@ def gate_delta(pass_record: Record, layer: Record, at: DeltaRows, row: int) -> N
 
 @compiled
 def replay_delta(
-    pass_record: Record, layer: Record, at: DeltaRows, slot: int, head: int, path: Ints, unread: int
+    pass_record: Record, mixer: Record, at: DeltaRows, slot: int, head: int, path: Ints, unread: int
 ) -> None:
     """Advance one head's state along a path of a sequence's rows, by replaying the kept keys, decays and changes.
 
     ``unread`` is the address of memory for outputs that aren't used.
     """
-    key_heads, width, values = layer.key_heads, layer.key_width, layer.value_width
-    heads, decay_width = layer.state_heads, layer.decay_width
+    key_heads, width, values = mixer.key_heads, mixer.key_width, mixer.value_width
+    heads, decay_width = mixer.heads, mixer.delta.decay_width
     key_head = head // (heads // key_heads)
-    state = layer.state + (slot * layer.state_stride + head * width * values) * ITEM_SIZE
+    state = mixer.state + (slot * mixer.state_stride + head * width * values) * ITEM_SIZE
     column = 0
     while column < values:
-        shape = _shape(layer, column)
+        shape = _shape(mixer, column)
         into = state + column * ITEM_SIZE
         for slot_row in path:
             row = slot * pass_record.new + slot_row

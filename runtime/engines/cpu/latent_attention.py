@@ -29,16 +29,16 @@ def absorbed_scratch_size(rank: int) -> int:
 
 
 @compiled
-def turned_at(pass_record: Record, layer: Record, absorbed: int) -> int:
+def turned_at(pass_record: Record, attention: Record, absorbed: int) -> int:
     """Return the address of the rotated parts of all queries, which follow the absorbed queries."""
-    return absorbed + pass_record.total_rows * layer.groups * layer.width * ITEM_SIZE  # type: ignore[no-any-return]
+    return absorbed + pass_record.total_rows * attention.groups * attention.width * ITEM_SIZE  # type: ignore[no-any-return]
 
 
 @compiled
-def _rotate(pass_record: Record, layer: Record, row: int, read: int, written: int) -> None:
+def _rotate(pass_record: Record, attention: Record, row: int, read: int, written: int) -> None:
     """Write the rotated form of a query's or key's rotated part."""
-    width = layer.latents.rotated
-    if layer.rotary < 0:
+    width = attention.latents.rotated
+    if attention.rotary < 0:
         copy_floats(read, width, written)
         return
     if pass_record.splits_pairs:
@@ -48,37 +48,39 @@ def _rotate(pass_record: Record, layer: Record, row: int, read: int, written: in
         )
         halves[0], halves[1] = pairs[:, 0], pairs[:, 1]
         read = written
-    rotate(pass_record, layer, row, read, width, written)
+    rotate(pass_record, attention, row, read, width, written)
 
 
 @compiled
-def _store(pass_record: Record, layer: Record, queries: int, latents: int, turned: int, first: int, end: int) -> None:
+def _store(
+    pass_record: Record, attention: Record, queries: int, latents: int, turned: int, first: int, end: int
+) -> None:
     """Cache the latent vectors and keys of rows ``first`` to ``end - 1``, and write rotated queries to ``turned``.
 
     ``latents`` is the address of each row's latent vector and key before norm and rotation.
     """
-    record, rank, heads = layer.latents, layer.width, layer.groups
+    record, rank, heads = attention.latents, attention.width, attention.groups
     rotated, query_width = record.rotated, record.plain + record.rotated
     offsets, starts, slot = offsets_of(pass_record), starts_of(pass_record), 0
     for row in range(first, end):
         while row >= offsets[slot + 1]:
             slot += 1
         position, read = starts[slot] + row - offsets[slot], latents + row * (rank + rotated) * ITEM_SIZE
-        latent = layer.cached_keys + (slot * layer.slot_stride + position * rank) * ITEM_SIZE
-        key = layer.cached_values + (slot * record.key_slot_stride + position * rotated) * ITEM_SIZE
+        latent = attention.cached_keys + (slot * attention.slot_stride + position * rank) * ITEM_SIZE
+        key = attention.cached_values + (slot * record.key_slot_stride + position * rotated) * ITEM_SIZE
         apply_norm(pass_record, record.norm, record.epsilon, read, 1, rank, latent)
-        _rotate(pass_record, layer, row, read + rank * ITEM_SIZE, key)
+        _rotate(pass_record, attention, row, read + rank * ITEM_SIZE, key)
         for query in range(row * heads, (row + 1) * heads):
             at = queries + (query * query_width + record.plain) * ITEM_SIZE
-            _rotate(pass_record, layer, row, at, turned + query * rotated * ITEM_SIZE)
+            _rotate(pass_record, attention, row, at, turned + query * rotated * ITEM_SIZE)
 
 
 @compiled
 def _absorb(
-    pass_record: Record, layer: Record, queries: int, scratch: int, absorbed: int, first: int, end: int
+    pass_record: Record, attention: Record, queries: int, scratch: int, absorbed: int, first: int, end: int
 ) -> None:
     """Multiply the plain parts of queries of heads ``first`` to ``end - 1`` by the expansion to plain keys."""
-    record, rank, heads, rows = layer.latents, layer.width, layer.groups, pass_record.total_rows
+    record, rank, heads, rows = attention.latents, attention.width, attention.groups, pass_record.total_rows
     stride = heads * (record.plain + record.rotated)
     part = -(-first * parts_of(pass_record.threads, heads, 1) // heads)
     sums = scratch + part * absorbed_scratch_size(rank) * ITEM_SIZE
@@ -99,12 +101,14 @@ def _absorb(
 
 
 @compiled
-def _expand(pass_record: Record, layer: Record, attended: int, written: int, gates: int, first: int, end: int) -> None:
+def _expand(
+    pass_record: Record, attention: Record, attended: int, written: int, gates: int, first: int, end: int
+) -> None:
     """Expand the attended latent vectors of heads ``first`` to ``end - 1`` to values.
 
     The sigmoids of ``gates``, the address of a number per row and head, scale the values unless the address is 0.
     """
-    record, rank, heads = layer.latents, layer.width, layer.groups
+    record, rank, heads = attention.latents, attention.width, attention.groups
     rows = pass_record.total_rows
     for head in range(first, end):
         matrix = record.expansion + (head * (record.plain + record.values) + record.plain) * rank * ITEM_SIZE
@@ -140,12 +144,12 @@ def latent_function() -> Any:
         first: int,
         end: int,
     ) -> None:
-        pass_record, layer = struct_at(pass_at, PASS), struct_at(layer_at, LAYER)
+        pass_record, attention = struct_at(pass_at, PASS), struct_at(layer_at, LAYER).attention
         if step == STORE:
-            _store(pass_record, layer, one, two, turned_at(pass_record, layer, three), first, end)
+            _store(pass_record, attention, one, two, turned_at(pass_record, attention, three), first, end)
         elif step == ABSORB:
-            _absorb(pass_record, layer, one, two, three, first, end)
+            _absorb(pass_record, attention, one, two, three, first, end)
         else:
-            _expand(pass_record, layer, one, two, three, first, end)
+            _expand(pass_record, attention, one, two, three, first, end)
 
     return compute_latents

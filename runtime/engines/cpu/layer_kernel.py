@@ -16,19 +16,18 @@ from hdtool.runtime.engines.cpu.attention import (
     attend,
     attention_scratch_size,
     block_queries,
+    gate_heads,
     query_blocks,
+    split_gates,
 )
-from hdtool.runtime.engines.cpu.delta_rule import gate_heads, split_gates
 from hdtool.runtime.engines.cpu.expert_kernel import ADD_MIXTURE, ADD_SHARED, MIX, call_expert_step
 from hdtool.runtime.engines.cpu.latent_attention import ABSORB, EXPAND, STORE, absorbed_scratch_size, turned_at
 from hdtool.runtime.engines.cpu.layer_record import (
     LAYER,
     PASS,
-    SCALE_COLUMNS,
     apply_norm,
     compute_step,
     multiply,
-    multiply_scaled,
     offsets_of,
     rotate,
     starts_of,
@@ -50,14 +49,13 @@ from hdtool.runtime.kernels.row_operations import (
     activate,
     add_in_place,
     norm_rows,
-    scale_columns,
     scale_in_place,
 )
 from hdtool.runtime.kernels.thread_pool import parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
 NORM, APPEND, ATTEND, ADD_MIXER_OUTPUT, GATE, ADD_MLP_OUTPUT, SPLIT, GATE_HEADS, GATE_INPUT, ADD_INPUT, SCALE_OUTPUT = (
-    range(SCALE_COLUMNS + 1, SCALE_COLUMNS + 12)
+    range(11)
 )
 ADD_MIXED = SCALE_OUTPUT + 1
 """Steps of a layer between its matmuls, for ``step_function``."""
@@ -89,9 +87,9 @@ def step_function() -> Any:
         if step == NORM:
             _norm(pass_record, layer.norm_before_mixer, one + at, rows, two + at)
         elif step == APPEND:
-            _append(pass_record, layer, one, two, three, first, end)
+            _append(pass_record, layer.attention, one, two, three, first, end)
         elif step == ATTEND:
-            _attend(pass_record, layer, one, two, three, first, end)
+            _attend(pass_record, layer.attention, one, two, three, first, end)
         elif step == ADD_MIXER_OUTPUT:
             _add(pass_record, layer.norm_after_mixer, one + at, two + at, rows)
             _norm(pass_record, layer.norm_before_mlp, one + at, rows, three + at)
@@ -99,17 +97,15 @@ def step_function() -> Any:
             up = two + at_inner if layer.up.kernels else 0
             activate(pass_record.activation, one + at_inner, up, rows * inner)
         elif step == SPLIT:
-            split_gates(one, two, layer.heads * layer.groups, layer.width, first, end)
+            split_gates(one, two, layer.attention, first, end)
         elif step == GATE_HEADS:
-            gate_heads(one, two, layer.heads * layer.groups, layer.width, first, end)
+            gate_heads(one, two, layer.attention, first, end)
         elif step == GATE_INPUT:
             _gate_input(pass_record, layer, one, first, end)
         elif step == ADD_INPUT:
             _add(pass_record, layer.norm_input, one + at, two + at, rows)
         elif step == SCALE_OUTPUT:
             scale_in_place(one + at, rows * width, array_at(layer.factor, (1,), types.float32)[0])
-        elif step == SCALE_COLUMNS:
-            scale_columns(one, two, three, first, end)
         elif step == ADD_MIXED:
             add_in_place(one + at, two + at, rows * width, pass_record.residual)
         else:
@@ -141,72 +137,74 @@ def _gate_input(pass_record: Record, layer: Record, gate: int, first: int, end: 
 
 
 @compiled
-def _append(pass_record: Record, layer: Record, queries: int, keys: int, values: int, first: int, end: int) -> None:
+def _append(pass_record: Record, attention: Record, queries: int, keys: int, values: int, first: int, end: int) -> None:
     """Normalize and rotate queries and keys of rows ``first`` to ``end - 1``; write keys and values to the KV cache.
 
     ``queries``, ``keys`` and ``values`` are the addresses of matmul outputs, which are changed in place.
     """
-    heads, width = layer.heads, layer.width
-    query_heads, size = heads * layer.groups, width * ITEM_SIZE
+    heads, width = attention.heads, attention.width
+    query_heads, size = heads * attention.groups, width * ITEM_SIZE
     offsets, starts, slot = offsets_of(pass_record), starts_of(pass_record), 0
     for row in range(first, end):
         while row >= offsets[slot + 1]:
             slot += 1
-        position = row - offsets[slot]
-        _prepare_heads(pass_record, layer, layer.norm_queries, row, query_heads, queries + row * query_heads * size)
-        if not layer.keys.kernels:
+        position, row_queries = row - offsets[slot], queries + row * query_heads * size
+        _prepare_heads(pass_record, attention, attention.norm_queries, row, query_heads, row_queries)
+        if not attention.keys.kernels:
             continue
         row_keys, row_values = keys + row * heads * size, values + row * heads * size
-        if not layer.values.kernels:
+        if not attention.values.kernels:
             copy_floats(row_keys, heads * width, row_values)
-        _prepare_heads(pass_record, layer, layer.norm_keys, row, heads, row_keys)
-        if layer.norm_values:
+        _prepare_heads(pass_record, attention, attention.norm_keys, row, heads, row_keys)
+        if attention.norm_values:
             epsilon, offset = pass_record.epsilon, pass_record.norm_offset
-            norm_rows(row_values, heads, width, layer.norm_values, offset, epsilon, row_values)
-        first_cached = slot * layer.slot_stride + (starts[slot] + position) * width
+            norm_rows(row_values, heads, width, attention.norm_values, offset, epsilon, row_values)
+        first_cached = slot * attention.slot_stride + (starts[slot] + position) * width
         for head in range(heads):
-            cached = (first_cached + head * layer.head_stride) * ITEM_SIZE
-            copy_floats(row_keys + head * size, width, layer.cached_keys + cached)
-            copy_floats(row_values + head * size, width, layer.cached_values + cached)
+            cached = (first_cached + head * attention.head_stride) * ITEM_SIZE
+            copy_floats(row_keys + head * size, width, attention.cached_keys + cached)
+            copy_floats(row_values + head * size, width, attention.cached_values + cached)
 
 
 @compiled
-def _prepare_heads(pass_record: Record, layer: Record, norm: Record, row: int, heads: int, at: int) -> None:
+def _prepare_heads(pass_record: Record, attention: Record, norm: Record, row: int, heads: int, at: int) -> None:
     """Normalize and rotate a row's queries or keys in place."""
-    width = layer.width
+    width = attention.width
     if norm.weight:
         normed_rows, columns = (1, heads * width) if pass_record.norms_all_heads else (heads, width)
         apply_norm(pass_record, norm, pass_record.epsilon, at, normed_rows, columns, at)
-    if layer.rotary >= 0:
+    if attention.rotary >= 0:
         for head_at in range(at, at + heads * width * ITEM_SIZE, width * ITEM_SIZE):
-            rotate(pass_record, layer, row, head_at, layer.rotary_width, head_at)
+            rotate(pass_record, attention, row, head_at, attention.rotary_width, head_at)
 
 
 @compiled
-def _attend(pass_record: Record, layer: Record, queries: int, scratch: int, written: int, first: int, end: int) -> None:
+def _attend(
+    pass_record: Record, attention: Record, queries: int, scratch: int, written: int, first: int, end: int
+) -> None:
     """Compute attention for query blocks ``first`` to ``end - 1``, numbered consecutively over all sequences."""
-    offsets, block = offsets_of(pass_record), block_queries(pass_record.slots * layer.heads, pass_record.threads)
-    units, turned = _attention_blocks(pass_record, layer), turned_at(pass_record, layer, queries)
-    memory = attention_scratch_size(starts_of(pass_record).max() + pass_record.new, layer.width, block)
+    offsets, block = offsets_of(pass_record), block_queries(pass_record.slots * attention.heads, pass_record.threads)
+    units, turned = _attention_blocks(pass_record, attention), turned_at(pass_record, attention, queries)
+    memory = attention_scratch_size(starts_of(pass_record).max() + pass_record.new, attention.width, block)
     # Each part of the work has its own scratch memory; the part's index is ``first * parts / units``, rounded up.
     scratch += -(-first * parts_of(pass_record.threads, units, 1) // units) * memory * ITEM_SIZE
     before = blocks = 0
     for slot in range(pass_record.slots):
         before, new = before + blocks, offsets[slot + 1] - offsets[slot]
-        blocks = layer.heads * query_blocks(new, layer.groups, block)
+        blocks = attention.heads * query_blocks(new, attention.groups, block)
         if before < end and first < before + blocks:
             begin, last = max(first - before, 0), min(end - before, blocks)
-            attend(pass_record, layer, slot, queries, turned, scratch, written, block, begin, last)
+            attend(pass_record, attention, slot, queries, turned, scratch, written, block, begin, last)
 
 
 @compiled
-def _attention_blocks(pass_record: Record, layer: Record) -> int:
+def _attention_blocks(pass_record: Record, attention: Record) -> int:
     """Return the total number of query blocks of all sequences and key heads."""
     offsets, blocks = offsets_of(pass_record), 0
-    block = block_queries(pass_record.slots * layer.heads, pass_record.threads)
+    block = block_queries(pass_record.slots * attention.heads, pass_record.threads)
     for slot in range(pass_record.slots):
-        blocks += query_blocks(offsets[slot + 1] - offsets[slot], layer.groups, block)
-    return blocks * layer.heads  # type: ignore[no-any-return]
+        blocks += query_blocks(offsets[slot + 1] - offsets[slot], attention.groups, block)
+    return blocks * attention.heads  # type: ignore[no-any-return]
 
 
 @compiled
@@ -214,10 +212,10 @@ def _widest(layers: Record) -> tuple[int, int]:
     """Return ``(queries, keys)``: the maximum widths of a row's queries and of its keys over all layers."""
     queries, keys = 0, 0
     for number in range(len(layers)):
-        layer, latents = layers[number], layers[number].latents
-        width = max(layer.width, latents.plain + latents.rotated, latents.values)
-        queries = max(queries, layer.heads * layer.groups * width, layer.latent_queries.out_features)
-        keys = max(keys, layer.heads * layer.width + latents.rotated, layer.latent_gate.out_features)
+        attention, latents = layers[number].attention, layers[number].attention.latents
+        width = max(attention.width, latents.plain + latents.rotated, latents.values)
+        queries = max(queries, attention.heads * attention.groups * width, latents.queries.out_features)
+        keys = max(keys, attention.heads * attention.width + latents.rotated, latents.gate.out_features)
     return queries, keys
 
 
@@ -232,16 +230,16 @@ def layers_scratch_size(pass_record: Record, layers: Record, positions: int) -> 
     # A pass over fewer sequences may use larger blocks, which need more memory; smaller blocks give more parts.
     block = MAX_BLOCK_QUERIES if pass_record.threads < 2 else BLOCK_QUERIES
     for number in range(len(layers)):
-        layer = layers[number]
-        blocks = pass_record.slots * layer.heads * query_blocks(pass_record.new, layer.groups, block)
+        attention = layers[number].attention
+        blocks = pass_record.slots * attention.heads * query_blocks(pass_record.new, attention.groups, block)
         parts = parts_of(pass_record.threads, blocks, 1)
         attention_scratch = max(
-            attention_scratch, parts * attention_scratch_size(positions, layer.width, MAX_BLOCK_QUERIES)
+            attention_scratch, parts * attention_scratch_size(positions, attention.width, MAX_BLOCK_QUERIES)
         )
-        if layer.latents.expansion:
-            parts = parts_of(pass_record.threads, layer.groups, 1)
-            attention_scratch = max(attention_scratch, parts * absorbed_scratch_size(layer.width))
-        side_scratch = max(side_scratch, side_scratch_size(pass_record, layer))
+        if attention.latents.expansion:
+            parts = parts_of(pass_record.threads, attention.groups, 1)
+            attention_scratch = max(attention_scratch, parts * absorbed_scratch_size(attention.width))
+        side_scratch = max(side_scratch, side_scratch_size(pass_record, layers[number]))
     row_scratch_size += side_scratch
     total = rows * row_scratch_size + max(attention_scratch, rows * pass_record.expert_scratch)
     return max(total, 2 * rows * pass_record.hidden + mixer_scratch_size(pass_record))  # type: ignore[no-any-return]
@@ -258,15 +256,15 @@ def _compute(
 def _compute_gated(pass_record: Record, layer: Record, read: int, rows: int, gate: int, up: int, scratch: int) -> None:
     """Compute the inputs of the MLP's last matmul, from the rows at ``read``, and write them to ``gate``."""
     adapters = layer.adapters
-    multiply_adapted(pass_record, layer, layer.gate, layer.factors.gate, adapters.gate, read, rows, scratch, gate)
+    multiply_adapted(pass_record, layer, layer.gate, adapters.gate, read, rows, scratch, gate)
     if layer.up.kernels:
-        multiply_adapted(pass_record, layer, layer.up, 0, adapters.up, read, rows, scratch, up)
+        multiply_adapted(pass_record, layer, layer.up, adapters.up, read, rows, scratch, up)
     _compute(pass_record, layer, GATE, gate, up, 0, rows, rows * layer.gate.out_features)
 
 
 @compiled
 def _attend_blocks(pass_record: Record, layer: Record, queries: int, scratch: int, attended: int, work: int) -> None:
-    blocks, positions = _attention_blocks(pass_record, layer), starts_of(pass_record).max() + pass_record.new
+    blocks, positions = _attention_blocks(pass_record, layer.attention), starts_of(pass_record).max() + pass_record.new
     _compute(pass_record, layer, ATTEND, queries, scratch, attended, blocks, work * positions)
 
 
@@ -278,14 +276,15 @@ def _attend_heads(
 
     ``memory`` has the addresses to which queries, keys, values and these inputs are written.
     """
-    query_size, factors, adapters = rows * layer.heads * layer.groups * layer.width, layer.factors, layer.adapters
+    attention, adapters = layer.attention, layer.adapters
+    query_size = rows * attention.heads * attention.groups * attention.width
     (queries, keys, values, attended), given = memory, (read, rows, scratch)
     projected = gated if pass_record.gates_heads else queries
-    multiply_adapted(pass_record, layer, layer.queries, factors.queries, adapters.queries, *given, projected)
-    if layer.keys.kernels:
-        multiply_adapted(pass_record, layer, layer.keys, factors.keys, adapters.keys, *given, keys)
-    if layer.values.kernels:
-        multiply_adapted(pass_record, layer, layer.values, factors.values, adapters.values, *given, values)
+    multiply_adapted(pass_record, layer, attention.queries, adapters.queries, *given, projected)
+    if attention.keys.kernels:
+        multiply_adapted(pass_record, layer, attention.keys, adapters.keys, *given, keys)
+    if attention.values.kernels:
+        multiply_adapted(pass_record, layer, attention.values, adapters.values, *given, values)
     if pass_record.gates_heads:
         _compute(pass_record, layer, SPLIT, gated, queries, 0, rows, query_size)
     _compute(pass_record, layer, APPEND, queries, keys, values, rows, query_size)
@@ -312,7 +311,7 @@ def _compute_beside(
     rest = joined + 2 * size * ITEM_SIZE
     compute_step(pass_record, function, layer, JOIN, hidden, joined, 0, rows, 2 * size)
     _attend_heads(pass_record, layer, joined, rows, memory, gated, rest)
-    multiply(pass_record, layer.out, memory[3], rows, normed)
+    multiply(pass_record, layer.attention.out, memory[3], rows, normed)
     compute_step(pass_record, function, layer, NORM_ATTENDED, normed, 0, 0, rows, size)
     _compute_gated(pass_record, layer, normed, rows, gate, up, rest)
     multiply(pass_record, layer.down, gate, rows, normed)
@@ -333,22 +332,23 @@ def _attend_to_latents(
     scratch: int,
 ) -> None:
     """Write the inputs of a latent attention's last matmul, computed from the rows at ``read``, to ``queries``."""
-    record, function, heads, normed = layer.latents, pass_record.latent_function, layer.groups, read
-    multiply(pass_record, layer.keys, read, rows, latents)
-    if layer.latent_queries.kernels:
-        multiply(pass_record, layer.latent_queries, read, rows, attended)
-        width = layer.latent_queries.out_features
+    attention, function, normed = layer.attention, pass_record.latent_function, read
+    record, heads = attention.latents, attention.groups
+    multiply(pass_record, attention.keys, read, rows, latents)
+    if record.queries.kernels:
+        multiply(pass_record, record.queries, read, rows, attended)
+        width = record.queries.out_features
         apply_norm(pass_record, record.norm_queries, record.epsilon, attended, rows, width, attended)
         read = attended
-    multiply(pass_record, layer.queries, read, rows, queries)
-    size = rows * heads * layer.width
+    multiply(pass_record, attention.queries, read, rows, queries)
+    size = rows * heads * attention.width
     compute_step(pass_record, function, layer, STORE, queries, latents, absorbed, rows, size)
     work = size * record.plain
     compute_step(pass_record, function, layer, ABSORB, queries, scratch, absorbed, heads, work)
     _attend_blocks(pass_record, layer, absorbed, scratch, attended, size)
-    gates = latents if layer.latent_gate.kernels else 0
+    gates = latents if record.gate.kernels else 0
     if gates:
-        multiply(pass_record, layer.latent_gate, normed, rows, gates)
+        multiply(pass_record, record.gate, normed, rows, gates)
     compute_step(pass_record, function, layer, EXPAND, attended, queries, gates, heads, size * record.values)
 
 
@@ -387,27 +387,28 @@ def compute_layers(pass_record: Record, layers: Record, hidden: int, scratch: in
         read = normed if layer.norm_before_mixer.weight else hidden
         if pass_record.is_parallel:
             _compute_gated(pass_record, layer, read, rows, gate, up, rest)
-        attends = layer.queries.kernels != 0 and not beside
-        if layer.mixer:
+        attends = layer.attention.queries.kernels != 0 and not beside
+        if layer.mixer.kind:
             mixed = queries if attends else normed
             mix(pass_record, layer, read, rows, queries + hidden_size * ITEM_SIZE, mixed)
             if attends:
                 _compute(pass_record, layer, ADD_MIXED, hidden, mixed, 0, rows, hidden_size)
-        if layer.latents.expansion:
+        if layer.attention.latents.expansion:
             _attend_to_latents(pass_record, layer, read, rows, queries, keys, attended, gated, rest)
-            multiply(pass_record, layer.out, queries, rows, normed)
+            multiply(pass_record, layer.attention.out, queries, rows, normed)
         elif attends:
             _attend_heads(pass_record, layer, read, rows, heads_memory, gated, rest)
-            multiply_scaled(pass_record, layer, layer.out, layer.factors.out, attended, rows, normed)
-        if layer.mixer or attends:
-            _compute(pass_record, layer, ADD_MIXER_OUTPUT, hidden, normed, normed, rows, hidden_size)
+            multiply(pass_record, layer.attention.out, attended, rows, normed)
+        if layer.mixer.kind or attends:
+            step = ADD_MIXED if beside else ADD_MIXER_OUTPUT
+            _compute(pass_record, layer, step, hidden, normed, normed, rows, hidden_size)
             read = normed if layer.norm_before_mlp.weight else hidden
         if layer.has_experts:
             _compute_experts(pass_record, layer, MIX, read, rows, rest, 0)
         if layer.down.kernels and not beside:
             if not pass_record.is_parallel:
                 _compute_gated(pass_record, layer, read, rows, gate, up, rest)
-            multiply_scaled(pass_record, layer, layer.down, layer.factors.down, gate, rows, normed)
+            multiply(pass_record, layer.down, gate, rows, normed)
         if layer.has_added_mixture:
             _compute_experts(pass_record, layer, ADD_MIXTURE, hidden, rows, rest, normed)
         if layer.has_experts:

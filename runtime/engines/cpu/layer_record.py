@@ -14,12 +14,19 @@ from hdtool.runtime.kernels.compiled import WORD_SIZE, Ints, Record, array_at, c
 from hdtool.runtime.kernels.experts import EXPERTS, ROUTER
 from hdtool.runtime.kernels.gemm import MATMUL
 from hdtool.runtime.kernels.layer_norm import layer_norm_rows
-from hdtool.runtime.kernels.row_operations import add_in_place, norm_rows, rotate_head, rotate_pairs, scale_in_place
+from hdtool.runtime.kernels.row_operations import (
+    add_in_place,
+    norm_rows,
+    rotate_head,
+    rotate_pairs,
+    scale_columns,
+    scale_in_place,
+)
 from hdtool.runtime.kernels.thread_pool import MIN_PARALLEL_WEIGHTS, parallel_matmul, run_parallel
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
-ATTENTION, SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = range(4)
-"""Kinds of token mixers."""
+NO_MIXER, SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = range(4)
+"""Kinds of token mixers in place of attention, or besides it."""
 
 NORM = np.dtype(
     [
@@ -30,20 +37,6 @@ NORM = np.dtype(
     align=True,
 )
 """The norm of hidden states or heads."""
-FACTORS = np.dtype(
-    [
-        ("queries", np.int64),
-        ("keys", np.int64),
-        ("values", np.int64),
-        ("out", np.int64),
-        ("first", np.int64),
-        ("mixer_out", np.int64),
-        ("gate", np.int64),
-        ("down", np.int64),
-    ],
-    align=True,
-)
-"""Addresses of the factors that scale the columns of matmuls' outputs."""
 ADDED_MIXTURE = np.dtype(
     [
         # Addresses of norm weights.
@@ -60,6 +53,8 @@ ADDED_MIXTURE = np.dtype(
 
 LATENTS = np.dtype(
     [
+        ("queries", MATMUL),  # whose output the attention's ``queries`` reads; none if these read what the layer reads
+        ("gate", MATMUL),  # whose sigmoids scale the heads; none if they aren't scaled
         ("expansion", np.int64),  # address of the float32 weight ``[heads, plain + values, rank]``
         ("plain", np.int64),  # width of the first part of a query or key
         ("rotated", np.int64),  # width of the second part, which may be rotated
@@ -71,24 +66,17 @@ LATENTS = np.dtype(
     ],
     align=True,
 )
-"""An attention that caches latent vectors instead of keys, and rotated keys instead of values."""
+"""An attention that caches latent vectors instead of keys, and rotated keys instead of values.
 
-ADAPTER = np.dtype([("first", MATMUL), ("second", MATMUL)], align=True)
-"""Two matmuls, one after the other, whose output is added to that of another matmul; none without an adapter."""
-ADAPTERS = np.dtype([(name, ADAPTER) for name in ("queries", "keys", "values", "gate", "up")], align=True)
-
-LAYER = np.dtype(
+Its ``keys`` compute the latent vectors and the keys to rotate.
+"""
+ATTENTION = np.dtype(
     [
-        ("mixer", np.int64),  # kind of the token mixer in place of attention, or besides it; ``ATTENTION`` for none
-        ("factors", FACTORS),
-        # Attention.
         ("queries", MATMUL),  # none in layers without attention
         ("keys", MATMUL),  # none if the layer only reads the cached keys and values of another layer
         ("values", MATMUL),  # none if values are copied from the keys before these are normalized
         ("out", MATMUL),
-        ("latent_queries", MATMUL),  # whose output ``queries`` reads; only in latent attention
-        ("latent_gate", MATMUL),  # whose sigmoids scale the heads of a latent attention; none if they aren't scaled
-        ("latents", LATENTS),  # of which ``keys`` computes the latent vectors and rotated keys
+        ("latents", LATENTS),
         ("heads", np.int64),  # key heads
         ("groups", np.int64),  # query heads per key head
         ("width", np.int64),  # of a head or latent vector
@@ -100,13 +88,88 @@ LAYER = np.dtype(
         ("cached_values", np.int64),
         ("slot_stride", np.int64),  # between sequences in the KV cache
         ("head_stride", np.int64),
+        ("norm_queries", NORM),
+        ("norm_keys", NORM),
+        ("norm_values", np.int64),  # address of the weight
+    ],
+    align=True,
+)
+
+CONVOLUTION = np.dtype(
+    [
+        ("taps", np.int64),  # which are also the state's columns
+        ("channels", np.int64),
+        ("weight", np.int64),  # address of the weight ``[taps, channels]``
+        ("bias", np.int64),  # address
+        ("state", np.int64),  # address of the state ``[channels, taps]``
+        ("state_stride", np.int64),  # between sequences
+    ],
+    align=True,
+)
+DELTA = np.dtype(
+    [
+        # Further matmuls. Without ``keys``, the mixer's ``inputs`` give queries, keys and values; with them, queries.
+        # Without ``steps``, there are two matmuls, grouped by key head: ``inputs`` give queries, keys, values and
+        # gates, and ``strengths`` give write strengths and time steps.
+        ("keys", MATMUL),
+        ("values", MATMUL),
+        ("gates", MATMUL),
+        ("strengths", MATMUL),
+        ("steps", MATMUL),
+        ("gate_input", MATMUL),  # whose output ``gates`` reads; only in a delta attention
+        ("decay_input", MATMUL),  # whose output ``steps`` reads; only in a delta attention
+        ("decay_width", np.int64),  # number of decays of a head: one, or in a delta attention one per key channel
+        ("decay_bound", np.float32),  # lower bound of the decays' logarithms, 0 if they are unbounded
+        ("strength", np.float32),  # factor of the write strengths
+    ],
+    align=True,
+)
+"""What only a delta rule has."""
+SCAN = np.dtype(
+    [
+        ("skip", np.int64),  # address of each head's skip factor
+        ("gates_after_norm", np.bool_),  # True if a gate scales the gated norm's output, not its input
+        ("min_step", np.float32),  # lower bound of time steps in passes over prompts
+    ],
+    align=True,
+)
+"""What only a scan of Mamba-2 has."""
+MIXER = np.dtype(
+    [
+        ("kind", np.int64),
+        ("inputs", MATMUL),
+        ("out", MATMUL),
+        ("convolution", CONVOLUTION),
+        ("journal_offset", np.int64),  # number of float32 values that earlier layers keep per row
+        # A recurrence, which short convolutions lack.
+        ("state", np.int64),  # address
+        ("state_stride", np.int64),  # between sequences
+        ("key_heads", np.int64),
+        ("heads", np.int64),  # of the state
+        ("key_width", np.int64),
+        ("value_width", np.int64),
+        ("decay_log", np.int64),  # address of each head's log decay rate
+        ("step_bias", np.int64),  # address of the biases of time steps, one for each decay
+        ("norm", np.int64),  # address of the gated norm's weight
+        ("epsilon", np.float32),  # of the gated norm
+        ("delta", DELTA),
+        ("scan", SCAN),
+    ],
+    align=True,
+)
+
+ADAPTER = np.dtype([("first", MATMUL), ("second", MATMUL)], align=True)
+"""Two matmuls, one after the other, whose output is added to that of another matmul; none without an adapter."""
+ADAPTERS = np.dtype([(name, ADAPTER) for name in ("queries", "keys", "values", "gate", "up")], align=True)
+
+LAYER = np.dtype(
+    [
+        ("attention", ATTENTION),
+        ("mixer", MIXER),  # in place of attention, or besides it
         ("norm_before_mixer", NORM),
         ("norm_after_mixer", NORM),
         ("norm_before_mlp", NORM),
         ("norm_after_mlp", NORM),
-        ("norm_queries", NORM),
-        ("norm_keys", NORM),
-        ("norm_values", np.int64),  # address of the weight
         # The MLP, or the shared expert of a layer with experts. Layers may have neither.
         ("gate", MATMUL),
         ("up", MATMUL),  # none if the MLP has no gate
@@ -127,43 +190,6 @@ LAYER = np.dtype(
         ("side_norm", NORM),  # of hidden states joined with embeddings, which attention reads
         ("side_out", MATMUL),  # whose output is added to the hidden states for the mixer; none without such a block
         ("adapters", ADAPTERS),
-        # A mixer's convolution.
-        ("taps", np.int64),
-        ("columns", np.int64),  # of the state
-        ("channels", np.int64),
-        ("conv_weight", np.int64),  # address of the weight ``[taps, channels]``
-        ("conv_bias", np.int64),  # address
-        ("conv_state", np.int64),  # address of the state ``[channels, columns]``
-        ("conv_stride", np.int64),  # between the states of sequences
-        # A mixer's matmuls and recurrence. A delta rule with a fifth and a sixth input reads queries, keys and values
-        # from the first, fifth and sixth. One without a fourth input has two inputs, grouped by key head: the first
-        # gives queries, keys, values and gates, and the second gives write strengths and time steps.
-        ("first", MATMUL),
-        ("second", MATMUL),
-        ("third", MATMUL),
-        ("fourth", MATMUL),
-        ("fifth", MATMUL),
-        ("sixth", MATMUL),
-        ("gate_input", MATMUL),  # whose output the second reads; only in a delta attention
-        ("decay_input", MATMUL),  # whose output the fourth reads; only in a delta attention
-        ("mixer_out", MATMUL),
-        ("state", np.int64),  # address
-        ("state_stride", np.int64),  # between sequences
-        ("key_heads", np.int64),
-        ("state_heads", np.int64),
-        ("key_width", np.int64),
-        ("value_width", np.int64),
-        ("decay_log", np.int64),  # address of each head's log decay rate
-        ("step_bias", np.int64),  # address of the biases of time steps, one for each decay
-        ("decay_width", np.int64),  # number of decays of a head: one, or in a delta attention one per key channel
-        ("decay_bound", np.float32),  # lower bound of the decays' logarithms, 0 if they are unbounded
-        ("skip", np.int64),  # address of each head's skip factor
-        ("strength", np.float32),  # factor of a delta rule's write strengths
-        ("gate_epsilon", np.float32),  # epsilon of the gated norm
-        ("gate_norm", np.int64),  # address of the gated norm's weight
-        ("gates_after_norm", np.bool_),  # True if a gate scales the gated norm's output, not its input
-        ("min_step", np.float32),  # lower bound of time steps in passes over prompts
-        ("journal_offset", np.int64),  # number of float32 values that earlier layers keep per row
     ],
     align=True,
 )
@@ -244,7 +270,7 @@ call_embed = caller_of(EMBED)
 
 @compiled
 def multiply(pass_record: Record, matmul: Record, inputs: int, rows: int, outputs: int) -> None:
-    """Multiply ``rows`` rows at ``inputs`` by a matrix and write the results to ``outputs``."""
+    """Multiply ``rows`` rows at ``inputs`` by a matrix, and by its columns' factors; write them to ``outputs``."""
     parallel_matmul(
         pass_record.thread_pool,
         pass_record.threads,
@@ -257,6 +283,8 @@ def multiply(pass_record: Record, matmul: Record, inputs: int, rows: int, output
         outputs,
         matmul.bias,
     )
+    if matmul.factors:
+        scale_columns(outputs, matmul.factors, matmul.out_features, rows)
 
 
 @compiled
@@ -269,10 +297,10 @@ def apply_norm(pass_record: Record, norm: Record, epsilon: Any, read: int, rows:
 
 
 @compiled
-def rotate(pass_record: Record, layer: Record, row: int, read: int, width: int, written: int) -> None:
+def rotate(pass_record: Record, attention: Record, row: int, read: int, width: int, written: int) -> None:
     """Write the rotated form of the first ``width`` numbers of a query or key."""
     rows, row_size = pass_record.total_rows, pass_record.rotary_width * ITEM_SIZE
-    cos = pass_record.rotary_tables + (layer.rotary * 2 * rows + row) * row_size
+    cos = pass_record.rotary_tables + (attention.rotary * 2 * rows + row) * row_size
     sin = cos + rows * row_size
     if pass_record.interleaved:
         rotate_pairs(read, cos, sin, width, written)
@@ -311,21 +339,6 @@ def compute_step(
     thread_pool = pass_record.thread_pool if work >= MIN_PARALLEL_WEIGHTS else 0
     arguments = struct_address(pass_record), struct_address(layer), step, one, two, three, units, work
     run_parallel(thread_pool, pass_record.threads, function, arguments, units, 1)
-
-
-SCALE_COLUMNS = 0
-"""Step of ``step_function`` that scales the columns of a matmul's output."""
-
-
-@compiled
-def multiply_scaled(
-    pass_record: Record, layer: Record, matmul: Record, factors: int, read: int, rows: int, written: int
-) -> None:
-    """Call ``multiply`` and then scale each column by its factor, unless the address ``factors`` is 0."""
-    multiply(pass_record, matmul, read, rows, written)
-    if factors:
-        columns, function = matmul.out_features, pass_record.step_function
-        compute_step(pass_record, function, layer, SCALE_COLUMNS, written, factors, columns, rows, rows * columns)
 
 
 @compiled

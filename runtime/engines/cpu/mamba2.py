@@ -66,69 +66,69 @@ class ScanRows(NamedTuple):
 
 
 @compiled
-def projected_size(layer: Record) -> int:
+def projected_size(mixer: Record) -> int:
     """Return the number of float32 values per row in the output of the in-projection."""
-    return layer.state_heads * layer.value_width + layer.channels + layer.state_heads  # type: ignore[no-any-return]
+    return mixer.heads * mixer.value_width + mixer.convolution.channels + mixer.heads  # type: ignore[no-any-return]
 
 
 @compiled
-def scan_rows(layer: Record, rows: int, kept: int, scratch: int) -> ScanRows:
+def scan_rows(mixer: Record, rows: int, kept: int, scratch: int) -> ScanRows:
     """Return the addresses for this number of rows."""
-    values = kept + rows * projected_size(layer) * ITEM_SIZE
-    keys = values + rows * layer.state_heads * layer.value_width * ITEM_SIZE
-    decays = keys + rows * layer.key_heads * layer.key_width * ITEM_SIZE
-    return ScanRows(kept, values, keys, decays, scratch, scratch + rows * layer.channels * ITEM_SIZE)
+    values = kept + rows * projected_size(mixer) * ITEM_SIZE
+    keys = values + rows * mixer.heads * mixer.value_width * ITEM_SIZE
+    decays = keys + rows * mixer.key_heads * mixer.key_width * ITEM_SIZE
+    return ScanRows(kept, values, keys, decays, scratch, scratch + rows * mixer.convolution.channels * ITEM_SIZE)
 
 
 @compiled
-def scan_scratch_size(layer: Record) -> int:
+def scan_scratch_size(mixer: Record) -> int:
     """Return how many float32 values of scratch memory are needed per row."""
-    return scan_rows(layer, 1, 0, 0).mixed // ITEM_SIZE + layer.state_heads * layer.value_width  # type: ignore[no-any-return]
+    return scan_rows(mixer, 1, 0, 0).mixed // ITEM_SIZE + mixer.heads * mixer.value_width  # type: ignore[no-any-return]
 
 
 @compiled
-def scan_kept_size(layer: Record) -> int:
+def scan_kept_size(mixer: Record) -> int:
     """Return how many float32 values are kept per row."""
-    return scan_rows(layer, 1, 0, 0).decays // ITEM_SIZE + layer.state_heads  # type: ignore[no-any-return]
+    return scan_rows(mixer, 1, 0, 0).decays // ITEM_SIZE + mixer.heads  # type: ignore[no-any-return]
 
 
 @compiled
-def prepare_scan(pass_record: Record, layer: Record, at: ScanRows, row: int, windows: int) -> None:
+def prepare_scan(pass_record: Record, mixer: Record, at: ScanRows, row: int, windows: int) -> None:
     """Convolve a row, and compute its keys, its decays and the products of its values and time steps."""
     if is_padding(pass_record, row):
         return
-    channels, heads, width = layer.channels, layer.state_heads, layer.value_width
-    inner, stride, keys = heads * width, projected_size(layer), layer.key_heads * layer.key_width
+    channels, heads, width = mixer.convolution.channels, mixer.heads, mixer.value_width
+    inner, stride, keys = heads * width, projected_size(mixer), mixer.key_heads * mixer.key_width
     convolved, values = at.convolved + row * channels * ITEM_SIZE, at.values + row * inner * ITEM_SIZE
-    convolve(pass_record, layer, row, at.projected + inner * ITEM_SIZE, stride, windows, convolved)
+    convolve(pass_record, mixer.convolution, row, at.projected + inner * ITEM_SIZE, stride, windows, convolved)
     silu_of(convolved, channels)
     copy_floats(convolved, inner, values)
     copy_floats(convolved + inner * ITEM_SIZE, keys, at.keys + row * keys * ITEM_SIZE)
     time_steps = array_at(at.projected + (row * stride + inner + channels) * ITEM_SIZE, (heads,), types.float32)
     forgets = array_at(at.decays + row * heads * ITEM_SIZE, (heads,), types.float32)
     for head in range(heads):
-        step = step_of(layer, head, time_steps[head])
-        if pass_record.advances and step < layer.min_step:
-            step = layer.min_step
-        forgets[head] = decay_of(layer, head, step)
+        step = step_of(mixer, head, time_steps[head])
+        if pass_record.advances and step < mixer.scan.min_step:
+            step = mixer.scan.min_step
+        forgets[head] = decay_of(mixer, head, step)
         scale_in_place(values + head * width * ITEM_SIZE, width, step)
 
 
 @compiled
-def scan_state_size(layer: Record) -> int:
+def scan_state_size(mixer: Record) -> int:
     """Return the size, in float32 values, of the state rows that are computed together."""
-    return layer.key_width * LANES  # type: ignore[no-any-return]
+    return mixer.key_width * LANES  # type: ignore[no-any-return]
 
 
 @compiled
-def recur_scan(pass_record: Record, layer: Record, at: ScanRows, slot: int, head: int, buffers: int) -> None:
+def recur_scan(pass_record: Record, mixer: Record, at: ScanRows, slot: int, head: int, buffers: int) -> None:
     """Compute one head for all rows of a sequence."""
-    channels, key_heads, width, height = layer.channels, layer.key_heads, layer.key_width, layer.value_width
-    heads, new = layer.state_heads, pass_record.new
+    channels, key_heads, width, height = mixer.convolution.channels, mixer.key_heads, mixer.key_width, mixer.value_width
+    heads, new = mixer.heads, pass_record.new
     key_head, origins = head // (heads // key_heads), origins_at(pass_record.origins, slot, new)
-    state = layer.state + (slot * layer.state_stride + head * height * width) * ITEM_SIZE
-    size = scan_state_size(layer) * ITEM_SIZE
-    skip = array_at(layer.skip, (heads,), types.float32)[head]
+    state = mixer.state + (slot * mixer.state_stride + head * height * width) * ITEM_SIZE
+    size = scan_state_size(mixer) * ITEM_SIZE
+    skip = array_at(mixer.scan.skip, (heads,), types.float32)[head]
     for first in range(0, height, LANES):
         before, last = state + first * width * ITEM_SIZE, -1
         for slot_row in range(new):
@@ -150,42 +150,42 @@ def recur_scan(pass_record: Record, layer: Record, at: ScanRows, slot: int, head
 
 
 @compiled
-def gate_scan(pass_record: Record, layer: Record, at: ScanRows, row: int) -> None:
+def gate_scan(pass_record: Record, mixer: Record, at: ScanRows, row: int) -> None:
     """Multiply a row's output by its gate, and normalize each group of heads before or after, if there is a norm."""
-    inner = layer.state_heads * layer.value_width
-    gates, mixed = at.projected + row * projected_size(layer) * ITEM_SIZE, at.mixed + row * inner * ITEM_SIZE
+    inner = mixer.heads * mixer.value_width
+    gates, mixed = at.projected + row * projected_size(mixer) * ITEM_SIZE, at.mixed + row * inner * ITEM_SIZE
     if is_padding(pass_record, row):
         clear_floats(mixed, inner)
         return
-    if layer.gates_after_norm:
-        _norm_groups(layer, mixed, mixed)
+    if mixer.scan.gates_after_norm:
+        _norm_groups(mixer, mixed, mixed)
     silu_in_place(gates, mixed, inner)
-    if layer.gate_norm and not layer.gates_after_norm:
-        _norm_groups(layer, gates, mixed)
+    if mixer.norm and not mixer.scan.gates_after_norm:
+        _norm_groups(mixer, gates, mixed)
     else:
         copy_floats(gates, inner, mixed)
 
 
 @compiled
-def _norm_groups(layer: Record, read: int, written: int) -> None:
-    groups = layer.key_heads
-    size = layer.state_heads * layer.value_width // groups
+def _norm_groups(mixer: Record, read: int, written: int) -> None:
+    groups = mixer.key_heads
+    size = mixer.heads * mixer.value_width // groups
     for group in range(groups):
         at = group * size * ITEM_SIZE
-        norm_row(read + at, layer.gate_norm + at, np.float32(0), size, layer.gate_epsilon, written + at)
+        norm_row(read + at, mixer.norm + at, np.float32(0), size, mixer.epsilon, written + at)
 
 
 @compiled
 def replay_scan(
-    pass_record: Record, layer: Record, at: ScanRows, slot: int, head: int, path: Ints, unread: int
+    pass_record: Record, mixer: Record, at: ScanRows, slot: int, head: int, path: Ints, unread: int
 ) -> None:
     """Advance one head's state along a path of a sequence's rows, by replaying the kept values, keys and decays.
 
     ``unread`` is the address of memory for outputs that aren't used.
     """
-    key_heads, width, height, heads = layer.key_heads, layer.key_width, layer.value_width, layer.state_heads
+    key_heads, width, height, heads = mixer.key_heads, mixer.key_width, mixer.value_width, mixer.heads
     key_head = head // (heads // key_heads)
-    state = layer.state + (slot * layer.state_stride + head * height * width) * ITEM_SIZE
+    state = mixer.state + (slot * mixer.state_stride + head * height * width) * ITEM_SIZE
     for first in range(0, height, LANES):
         into = state + first * width * ITEM_SIZE
         for slot_row in path:

@@ -17,7 +17,6 @@ from hdtool.runtime.engines.cpu.layer_record import (
     SHORT_CONVOLUTION,
     compute_step,
     multiply,
-    multiply_scaled,
 )
 from hdtool.runtime.kernels.compiled import Array, Ints, Record, array_at, c_function, compiled, struct_at
 from hdtool.runtime.kernels.gemm import STEP
@@ -42,27 +41,27 @@ which may be only the last rows of the path. PATH: first of the listed rows.
 
 
 @compiled
-def row_scratch_size(layer: Record) -> int:
+def row_scratch_size(mixer: Record) -> int:
     """Return how many float32 values of scratch memory a layer's mixer needs per row."""
-    if layer.mixer == SHORT_CONVOLUTION:
-        return 4 * layer.channels  # type: ignore[no-any-return]
-    return delta_rule.delta_scratch_size(layer) if layer.mixer == DELTA_RULE else mamba2.scan_scratch_size(layer)
+    if mixer.kind == SHORT_CONVOLUTION:
+        return 4 * mixer.convolution.channels  # type: ignore[no-any-return]
+    return delta_rule.delta_scratch_size(mixer) if mixer.kind == DELTA_RULE else mamba2.scan_scratch_size(mixer)
 
 
 @compiled
-def kept_size(layer: Record) -> int:
+def kept_size(mixer: Record) -> int:
     """Return how many float32 values a layer's mixer keeps per row until the row is accepted or rejected."""
-    if layer.mixer == SHORT_CONVOLUTION:
-        return layer.channels  # type: ignore[no-any-return]
-    return delta_rule.delta_kept_size(layer) if layer.mixer == DELTA_RULE else mamba2.scan_kept_size(layer)
+    if mixer.kind == SHORT_CONVOLUTION:
+        return mixer.convolution.channels  # type: ignore[no-any-return]
+    return delta_rule.delta_kept_size(mixer) if mixer.kind == DELTA_RULE else mamba2.scan_kept_size(mixer)
 
 
 @compiled
-def state_buffer_size(layer: Record) -> int:
+def state_buffer_size(mixer: Record) -> int:
     """Return how many float32 values a state buffer of a layer's mixer holds; 0 if the mixer has no recurrence."""
-    if layer.mixer == SHORT_CONVOLUTION:
+    if mixer.kind == SHORT_CONVOLUTION:
         return 0
-    return delta_rule.delta_state_size(layer) if layer.mixer == DELTA_RULE else mamba2.scan_state_size(layer)
+    return delta_rule.delta_state_size(mixer) if mixer.kind == DELTA_RULE else mamba2.scan_state_size(mixer)
 
 
 @compiled
@@ -95,60 +94,60 @@ def _part_buffers(pass_record: Record, scratch: int, first: int, units: int) -> 
 
 @compiled
 def _compute_convolution(
-    pass_record: Record, layer: Record, step: int, scratch: int, kept: int, first: int, end: int
+    pass_record: Record, mixer: Record, step: int, scratch: int, kept: int, first: int, end: int
 ) -> None:
     projected = _work_at(pass_record, scratch)
-    mixed = projected + 3 * pass_record.total_rows * layer.channels * ITEM_SIZE
+    mixed = projected + 3 * pass_record.total_rows * mixer.convolution.channels * ITEM_SIZE
     for row in range(first, end):
         if step == ARRANGE:
-            convolution.gate_input(layer, row, projected, kept)
+            convolution.gate_input(mixer.convolution, row, projected, kept)
         else:
-            convolution.convolve_gated(pass_record, layer, row, kept, scratch, projected, mixed)
+            convolution.convolve_gated(pass_record, mixer.convolution, row, kept, scratch, projected, mixed)
 
 
 @compiled
 def _compute_delta(
-    pass_record: Record, layer: Record, step: int, scratch: int, kept: int, path_at: int, first: int, end: int
+    pass_record: Record, mixer: Record, step: int, scratch: int, kept: int, path_at: int, first: int, end: int
 ) -> None:
-    rows, heads = pass_record.total_rows, layer.state_heads
-    at = delta_rule.delta_rows(layer, rows, kept, _work_at(pass_record, scratch))
+    rows, heads = pass_record.total_rows, mixer.heads
+    at = delta_rule.delta_rows(mixer, rows, kept, _work_at(pass_record, scratch))
     if step == REPLAY:
         (slot, path), unread = _path_at(path_at), _part_buffers(pass_record, scratch, first, heads)
         for head in range(first, end):
-            delta_rule.replay_delta(pass_record, layer, at, slot, head, path, unread)
+            delta_rule.replay_delta(pass_record, mixer, at, slot, head, path, unread)
         return
     buffers = _part_buffers(pass_record, scratch, first, pass_record.slots * heads)
     for unit in range(first, end):
-        if step == ARRANGE and layer.fourth.kernels:
-            delta_rule.join_inputs(layer, rows, at, unit)
+        if step == ARRANGE and mixer.delta.steps.kernels:
+            delta_rule.join_inputs(mixer, rows, at, unit)
         elif step == ARRANGE:
-            delta_rule.spread_inputs(layer, rows, at, unit)
+            delta_rule.spread_inputs(mixer, rows, at, unit)
         elif step == PREPARE:
-            delta_rule.prepare_delta(pass_record, layer, at, unit, scratch)
+            delta_rule.prepare_delta(pass_record, mixer, at, unit, scratch)
         elif step == RECUR:
-            delta_rule.recur_delta(pass_record, layer, at, unit // heads, unit % heads, buffers)
+            delta_rule.recur_delta(pass_record, mixer, at, unit // heads, unit % heads, buffers)
         else:
-            delta_rule.gate_delta(pass_record, layer, at, unit)
+            delta_rule.gate_delta(pass_record, mixer, at, unit)
 
 
 @compiled
 def _compute_scan(
-    pass_record: Record, layer: Record, step: int, scratch: int, kept: int, path_at: int, first: int, end: int
+    pass_record: Record, mixer: Record, step: int, scratch: int, kept: int, path_at: int, first: int, end: int
 ) -> None:
-    heads, at = layer.state_heads, mamba2.scan_rows(layer, pass_record.total_rows, kept, _work_at(pass_record, scratch))
+    heads, at = mixer.heads, mamba2.scan_rows(mixer, pass_record.total_rows, kept, _work_at(pass_record, scratch))
     if step == REPLAY:
         (slot, path), unread = _path_at(path_at), _part_buffers(pass_record, scratch, first, heads)
         for head in range(first, end):
-            mamba2.replay_scan(pass_record, layer, at, slot, head, path, unread)
+            mamba2.replay_scan(pass_record, mixer, at, slot, head, path, unread)
         return
     buffers = _part_buffers(pass_record, scratch, first, pass_record.slots * heads)
     for unit in range(first, end):
         if step == PREPARE:
-            mamba2.prepare_scan(pass_record, layer, at, unit, scratch)
+            mamba2.prepare_scan(pass_record, mixer, at, unit, scratch)
         elif step == RECUR:
-            mamba2.recur_scan(pass_record, layer, at, unit // heads, unit % heads, buffers)
+            mamba2.recur_scan(pass_record, mixer, at, unit // heads, unit % heads, buffers)
         else:
-            mamba2.gate_scan(pass_record, layer, at, unit)
+            mamba2.gate_scan(pass_record, mixer, at, unit)
 
 
 @compiled
@@ -159,14 +158,15 @@ def _path_at(address: int) -> tuple[int, Ints]:
 
 
 @compiled
-def _shift(pass_record: Record, layer: Record, kept: int, path_at: int, first: int, end: int) -> None:
+def _shift(pass_record: Record, mixer: Record, kept: int, path_at: int, first: int, end: int) -> None:
     slot, path = _path_at(path_at)
-    stride, inputs = layer.channels, kept
-    if layer.mixer not in (SHORT_CONVOLUTION, DELTA_RULE):
-        stride = mamba2.projected_size(layer)
-        inputs += layer.state_heads * layer.value_width * ITEM_SIZE
+    stride, inputs = mixer.convolution.channels, kept
+    if mixer.kind not in (SHORT_CONVOLUTION, DELTA_RULE):
+        stride = mamba2.projected_size(mixer)
+        inputs += mixer.heads * mixer.value_width * ITEM_SIZE
     count = array_at(path_at, (PATH,), types.int64)[COUNT]
-    shift_window(layer, slot, inputs + slot * pass_record.new * stride * ITEM_SIZE, stride, count, path, first, end)
+    inputs += slot * pass_record.new * stride * ITEM_SIZE
+    shift_window(mixer.convolution, slot, inputs, stride, count, path, first, end)
 
 
 @c_function(STEP)
@@ -188,28 +188,28 @@ def mixer_function() -> Any:
         first: int,
         end: int,
     ) -> None:
-        pass_record, layer = struct_at(pass_at, PASS), struct_at(layer_at, LAYER)
+        pass_record, mixer = struct_at(pass_at, PASS), struct_at(layer_at, LAYER).mixer
         if step == WINDOWS:
-            copy_windows(layer, scratch, first, end)
+            copy_windows(mixer.convolution, scratch, first, end)
         elif step == SHIFT:
-            _shift(pass_record, layer, kept, path_at, first, end)
-        elif layer.mixer == SHORT_CONVOLUTION:
-            _compute_convolution(pass_record, layer, step, scratch, kept, first, end)
-        elif layer.mixer == DELTA_RULE:
-            _compute_delta(pass_record, layer, step, scratch, kept, path_at, first, end)
+            _shift(pass_record, mixer, kept, path_at, first, end)
+        elif mixer.kind == SHORT_CONVOLUTION:
+            _compute_convolution(pass_record, mixer, step, scratch, kept, first, end)
+        elif mixer.kind == DELTA_RULE:
+            _compute_delta(pass_record, mixer, step, scratch, kept, path_at, first, end)
         else:
-            _compute_scan(pass_record, layer, step, scratch, kept, path_at, first, end)
+            _compute_scan(pass_record, mixer, step, scratch, kept, path_at, first, end)
 
     return compute_mixer
 
 
 @compiled
-def _kept_at(pass_record: Record, layer: Record) -> int:
+def _kept_at(pass_record: Record, mixer: Record) -> int:
     """Return the address of the values that a layer keeps for the rows of a pass.
 
     In a pass over a prompt, all layers share one address, because nothing reads a layer's values later.
     """
-    earlier = 0 if pass_record.advances else layer.journal_offset * pass_record.slots * pass_record.new
+    earlier = 0 if pass_record.advances else mixer.journal_offset * pass_record.slots * pass_record.new
     return pass_record.journal + earlier * ITEM_SIZE  # type: ignore[no-any-return]
 
 
@@ -237,56 +237,58 @@ def mix(pass_record: Record, layer: Record, read: int, rows: int, scratch: int, 
 
     The layer's states are updated only if the pass ``advances`` them.
     """
-    kept, work = _kept_at(pass_record, layer), _work_at(pass_record, scratch)
-    channels, vectors, heads = layer.channels, layer.channels // LANES, pass_record.slots * layer.state_heads
-    values = rows * layer.state_heads * layer.value_width
-    state_work, channel_work, window = values * layer.key_width, rows * channels, pass_record.slots * vectors * LANES
+    mixer, channels = layer.mixer, layer.mixer.convolution.channels
+    kept, work = _kept_at(pass_record, mixer), _work_at(pass_record, scratch)
+    vectors, heads = channels // LANES, pass_record.slots * mixer.heads
+    values = rows * mixer.heads * mixer.value_width
+    state_work, channel_work, window = values * mixer.key_width, rows * channels, pass_record.slots * vectors * LANES
     _compute(pass_record, layer, WINDOWS, scratch, kept, 0, pass_record.slots * vectors, window)
-    if layer.mixer == SHORT_CONVOLUTION:
-        multiply(pass_record, layer.first, read, rows, work)
+    if mixer.kind == SHORT_CONVOLUTION:
+        multiply(pass_record, mixer.inputs, read, rows, work)
         _compute(pass_record, layer, ARRANGE, scratch, kept, 0, rows, channel_work)
         values, mixed = channel_work, work + 3 * channel_work * ITEM_SIZE
-    elif layer.mixer == DELTA_RULE:
+    elif mixer.kind == DELTA_RULE:
         mixed = _multiply_for_delta(pass_record, layer, read, rows, scratch, kept)
     else:
-        multiply_scaled(pass_record, layer, layer.first, layer.factors.first, read, rows, kept)
-        mixed = mamba2.scan_rows(layer, rows, kept, work).mixed
-    if layer.mixer != SHORT_CONVOLUTION:
+        multiply(pass_record, mixer.inputs, read, rows, kept)
+        mixed = mamba2.scan_rows(mixer, rows, kept, work).mixed
+    if mixer.kind != SHORT_CONVOLUTION:
         _compute(pass_record, layer, PREPARE, scratch, kept, 0, rows, channel_work)
         _compute(pass_record, layer, RECUR, scratch, kept, 0, heads, state_work)
     _compute(pass_record, layer, GATE, scratch, kept, 0, rows, values)
     if pass_record.advances:
         # The windows aren't needed anymore, so their memory holds the path: the last rows of the prompt.
-        new, columns = pass_record.new, min(pass_record.new, layer.columns)
+        new, columns = pass_record.new, min(pass_record.new, mixer.convolution.taps)
         path = array_at(scratch, (PATH + columns,), types.int64)
         path[PATH_SLOT], path[COUNT], path[LISTED_ROWS] = 0, new, columns
         for column in range(columns):
             path[PATH + column] = new - columns + column
         _compute(pass_record, layer, SHIFT, scratch, kept, scratch, vectors, window)
-    multiply_scaled(pass_record, layer, layer.mixer_out, layer.factors.mixer_out, mixed, rows, written)
+    multiply(pass_record, mixer.out, mixed, rows, written)
 
 
 @compiled
 def _multiply_for_delta(pass_record: Record, layer: Record, read: int, rows: int, scratch: int, kept: int) -> int:
     """Compute the matmuls before a delta rule; return the address to which the rule writes its outputs."""
-    at = delta_rule.delta_rows(layer, rows, kept, _work_at(pass_record, scratch))
-    if not layer.fourth.kernels:
-        inputs, scores = delta_rule.grouped_at(layer, rows, at)
-        multiply(pass_record, layer.first, read, rows, inputs)
-        multiply(pass_record, layer.second, read, rows, scores)
-    elif layer.fifth.kernels:
-        queries, keys, values = delta_rule.separate_at(layer, rows, at)
-        multiply(pass_record, layer.first, read, rows, queries)
-        multiply(pass_record, layer.fifth, read, rows, keys)
-        multiply(pass_record, layer.sixth, read, rows, values)
+    mixer, delta = layer.mixer, layer.mixer.delta
+    at = delta_rule.delta_rows(mixer, rows, kept, _work_at(pass_record, scratch))
+    if not delta.steps.kernels:
+        inputs, scores = delta_rule.grouped_at(mixer, rows, at)
+        multiply(pass_record, mixer.inputs, read, rows, inputs)
+        multiply(pass_record, delta.strengths, read, rows, scores)
+    elif delta.keys.kernels:
+        queries, keys, values = delta_rule.separate_at(mixer, rows, at)
+        multiply(pass_record, mixer.inputs, read, rows, queries)
+        multiply(pass_record, delta.keys, read, rows, keys)
+        multiply(pass_record, delta.values, read, rows, values)
     else:
-        multiply(pass_record, layer.first, read, rows, at.inputs)
-    if not layer.fourth.kernels or layer.fifth.kernels:
-        _compute(pass_record, layer, ARRANGE, scratch, kept, 0, rows, rows * layer.channels)
-    if layer.fourth.kernels:
-        _multiply_twice(pass_record, layer.gate_input, layer.second, read, rows, at.mixed, at.gates)
-        multiply(pass_record, layer.third, read, rows, at.strengths)
-        _multiply_twice(pass_record, layer.decay_input, layer.fourth, read, rows, at.mixed, at.steps)
+        multiply(pass_record, mixer.inputs, read, rows, at.inputs)
+    if not delta.steps.kernels or delta.keys.kernels:
+        _compute(pass_record, layer, ARRANGE, scratch, kept, 0, rows, rows * mixer.convolution.channels)
+    if delta.steps.kernels:
+        _multiply_twice(pass_record, delta.gate_input, delta.gates, read, rows, at.mixed, at.gates)
+        multiply(pass_record, delta.strengths, read, rows, at.strengths)
+        _multiply_twice(pass_record, delta.decay_input, delta.steps, read, rows, at.mixed, at.steps)
     return at.mixed
 
 
@@ -297,15 +299,15 @@ def accept(pass_record: Record, layers: Record, path: Ints, scratch: int) -> Non
     The states must be those before the pass.
     """
     for number in range(len(layers)):
-        layer = layers[number]
-        if not layer.mixer:
+        layer, mixer = layers[number], layers[number].mixer
+        if not mixer.kind:
             continue
-        kept = _kept_at(pass_record, layer)
+        kept = _kept_at(pass_record, mixer)
         path_at: Any = np.int64(path.ctypes.data)
-        vectors, heads = layer.channels // LANES, layer.state_heads
+        vectors, heads = mixer.convolution.channels // LANES, mixer.heads
         _compute(pass_record, layer, SHIFT, scratch, kept, path_at, vectors, vectors * LANES)
-        if layer.mixer != SHORT_CONVOLUTION:
-            work = path[COUNT] * heads * layer.value_width * layer.key_width
+        if mixer.kind != SHORT_CONVOLUTION:
+            work = path[COUNT] * heads * mixer.value_width * mixer.key_width
             _compute(pass_record, layer, REPLAY, scratch, kept, path_at, heads, work)
 
 

@@ -32,6 +32,9 @@ MIXER_NUMBERS = {
     MAMBA2: layers.MAMBA2,
 }
 
+PARAMETERS = "A_log", "dt_bias", "D"
+"""Names of a recurrence's parameters: log decay rates, biases of time steps and skip factors."""
+
 
 def _is_compiled(mixer: MixerParts[Any]) -> bool:
     """Return True if compiled code computes a mixer of this kind, with these time steps."""
@@ -94,40 +97,40 @@ class MixerTable:
     def fill_layers(self, table: Record) -> None:
         """Fill in all mixer fields of the layer records except the states' addresses."""
         for number, mixer in self._mixers.items():
-            row, parameters, convolution = table[number], mixer.parameters, mixer.convolution
-            row.mixer = MIXER_NUMBERS[mixer.kind]
-            row.taps, row.columns, row.channels = mixer.taps, mixer.taps, mixer.channels
-            row.conv_weight = self._taps[number].data_ptr()
-            row.conv_bias = 0 if convolution.bias is None else convolution.bias.data_ptr()
-            row.strength, row.min_step = mixer.strength, mixer.step_limit[0]
-            row.gates_after_norm = mixer.gates_after_norm
-            row.key_heads, row.state_heads = mixer.key_heads, mixer.heads
+            row, parameters, bias = table[number].mixer, mixer.parameters, mixer.convolution.bias
+            row.kind, convolution = MIXER_NUMBERS[mixer.kind], row.convolution
+            convolution.taps, convolution.channels = mixer.taps, mixer.channels
+            convolution.weight = self._taps[number].data_ptr()
+            convolution.bias = 0 if bias is None else bias.data_ptr()
+            row.delta.strength, row.scan.min_step = mixer.strength, mixer.step_limit[0]
+            row.scan.gates_after_norm = mixer.gates_after_norm
+            row.key_heads, row.heads = mixer.key_heads, mixer.heads
             row.key_width, row.value_width = mixer.key_width, mixer.value_width
-            row.decay_width, row.decay_bound = mixer.key_width if mixer.decay else 1, mixer.decay_bound
-            for field, name in (("decay_log", "A_log"), ("step_bias", "dt_bias"), ("skip", "D")):
-                row[field] = parameters[name].data_ptr() if name in parameters else 0
+            row.delta.decay_width, row.delta.decay_bound = mixer.key_width if mixer.decay else 1, mixer.decay_bound
+            addresses = (parameters[name].data_ptr() if name in parameters else 0 for name in PARAMETERS)
+            row.decay_log, row.step_bias, row.scan.skip = addresses
             if mixer.norm:
                 norm: Any = mixer.norm
-                row.gate_norm, row.gate_epsilon = norm.weight.data_ptr(), norm.variance_epsilon
-        rows = [table[number] for number in self._mixers]
+                row.norm, row.epsilon = norm.weight.data_ptr(), norm.variance_epsilon
+        rows = [table[number].mixer for number in self._mixers]
         kept = list(map(kept_size, rows))
         for row, earlier in zip(rows, accumulate(kept, initial=0), strict=False):
             row.journal_offset = earlier
         self.journal_size, self.max_journal_size = sum(kept), max(kept)
-        self._memory = [max(map(numbers, rows)) for numbers in (row_scratch_size, state_buffer_size, window_size)]
+        sizes = [(row_scratch_size(row), state_buffer_size(row), window_size(row.convolution)) for row in rows]
+        self._memory = list(map(max, zip(*sizes, strict=True)))
 
     def fill_states(self, table: Record, states: States, first: int = 0) -> None:
         """Fill in the addresses of ``states``; slot ``first`` of the pass uses the states of their first sequence."""
         for number, mixer in self._mixers.items():
             if number >= len(table):  # the pass computes only the first layers
                 break
-            row = table[number]
-            fields = [("conv_state", "conv_stride", CONV)]
-            if mixer.kind != SHORT_CONVOLUTION:
-                fields.append(("state", "state_stride", RECURRENT))
-            for address, stride, name in fields:
+            row = table[number].mixer
+            records = [(row.convolution, CONV), (row, RECURRENT)]
+            for record, name in records[: 1 if mixer.kind == SHORT_CONVOLUTION else 2]:
                 state = states.tensors[StateName(number, name, 0)]
-                row[address], row[stride] = state[0].data_ptr() - first * state.stride(0) * ITEM_SIZE, state.stride(0)
+                record.state_stride = state.stride(0)
+                record.state = state[0].data_ptr() - first * state.stride(0) * ITEM_SIZE
 
     def fill_pass_record(self, pass_record: Record) -> None:
         """Fill in the mixer function's address and the amounts of scratch memory that mixers need in a pass."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS, apply_norm, compute_step, multiply, multiply_scaled
+from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS, apply_norm, compute_step, multiply
 from hdtool.runtime.kernels.compiled import Record, c_function, compiled, copy_floats, struct_at
 from hdtool.runtime.kernels.gemm import STEP
 from hdtool.runtime.kernels.row_operations import add_in_place
@@ -33,15 +33,14 @@ def multiply_adapted(
     pass_record: Record,
     layer: Record,
     matmul: Record,
-    factors: int,
     adapter: Record,
     read: int,
     rows: int,
     scratch: int,
     written: int,
 ) -> None:
-    """Call ``multiply_scaled`` and then add the output of the matmul's adapter, if it has one."""
-    multiply_scaled(pass_record, layer, matmul, factors, read, rows, written)
+    """Call ``multiply`` and then add the output of the matmul's adapter, if it has one."""
+    multiply(pass_record, matmul, read, rows, written)
     if adapter.first.kernels:
         columns, added = matmul.out_features, scratch + rows * adapter.first.out_features * ITEM_SIZE
         multiply(pass_record, adapter.first, read, rows, scratch)

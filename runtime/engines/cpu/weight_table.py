@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from operator import getitem
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch.nn.functional import pad
 
 from hdtool.runtime.engines.cpu import pass_kernel as outer
 from hdtool.runtime.engines.cpu.compiled_kind import (
+    FIELDS,
     MatmulRows,
     adapters_of,
     matmuls_of,
@@ -51,15 +54,10 @@ if TYPE_CHECKING:
     from hdtool.runtime.program.latent_parts import LatentParts
     from hdtool.runtime.program.model_parts import LayerParts
 
-NORMS = (
-    "norm_before_mixer",
-    "norm_after_mixer",
-    "norm_before_mlp",
-    "norm_after_mlp",
-    "norm_queries",
-    "norm_keys",
-)
-"""Fields of a layer's record for the norms in ``LayerParts.block_norms`` and ``LayerParts.head_norms``."""
+BLOCK_NORMS = "norm_before_mixer", "norm_after_mixer", "norm_before_mlp", "norm_after_mlp"
+"""Fields of a layer's record for the norms in ``LayerParts.block_norms``."""
+HEAD_NORMS = "norm_queries", "norm_keys"
+"""Fields of an attention's record for the norms in ``LayerParts.head_norms``."""
 MIXTURE_NORMS = "norm_mlp_output", "norm_experts_input", "norm_experts_output"
 """Fields of an added mixture's record for the norms in ``MixtureParts.norms``."""
 MIN_ROTARY_POSITIONS = 1024
@@ -205,10 +203,11 @@ class WeightTable:
         table = self._layers.copy()
         for row, part, cached in zip(table, self._parts.layers, storage.layers, strict=True):
             keys, values = cached if part.kv_source is None else storage.layers[part.kv_source]
-            row.cached_keys, row.cached_values = keys.data_ptr(), values.data_ptr()
+            attention = row.attention
+            attention.cached_keys, attention.cached_values = keys.data_ptr(), values.data_ptr()
             if part.attention:
-                row.slot_stride, row.head_stride = keys.stride(0), keys.stride(1)
-                row.latents.key_slot_stride = values.stride(0)
+                attention.slot_stride, attention.head_stride = keys.stride(0), keys.stride(1)
+                attention.latents.key_slot_stride = values.stride(0)
         if self.mixers and storage.states:
             self.mixers.fill_states(table, storage.states)
         self._filled = weakref.ref(storage), table
@@ -255,20 +254,23 @@ class WeightTable:
         rotary_widths = {kind: table.shape[-1] for kind, table in zip(self._kinds, self._tables_of(1), strict=True)}
         described = zip(table, parts, self._windows, rotary_kinds(self._parts), strict=True)
         for number, (layer, part, window, kind) in enumerate(described):
-            matmuls = matmuls_of(part)
+            matmuls, attention = matmuls_of(part), layer.attention
             for field, matmul in matmuls.items():
-                layer[field] = self._matmul(matmul)
-            for field in part.factors(self._parts.family):
-                factors = np.empty(matmuls[field].end - matmuls[field].first, np.float32)
-                self._factors.setdefault(number, {})[field], layer.factors[field] = factors, factors.ctypes.data
-            for field, norm in zip(NORMS, (*part.block_norms, *part.head_norms), strict=False):
+                _set(layer, field, self._matmul(matmul))
+            for name in part.factors(self._parts.family):
+                matmul = matmuls[field := FIELDS.get(name, name)]
+                self._factors.setdefault(number, {})[name] = factors = np.empty(matmul.end - matmul.first, np.float32)
+                _set(layer, f"{field}.factors", factors.ctypes.data)
+            for field, norm in zip(BLOCK_NORMS, part.block_norms, strict=False):
                 layer[field] = self._norm(norm)
-            layer.sinks = _address_of(part.attention, "sinks") if self._parts.family.has_sinks else 0
-            layer.window = window.window or 0
-            layer.rotary = -1 if kind is None else self._kinds.index(kind)
-            layer.rotary_width = 0 if kind is None else rotary_widths[kind]
-            layer.heads, layer.groups, layer.width = part.heads, part.groups, part.width
-            layer.norm_values = self._ones.data_ptr() if part.value_norm else 0
+            for field, norm in zip(HEAD_NORMS, part.head_norms, strict=False):
+                attention[field] = self._norm(norm)
+            attention.sinks = _address_of(part.attention, "sinks") if self._parts.family.has_sinks else 0
+            attention.window = window.window or 0
+            attention.rotary = -1 if kind is None else self._kinds.index(kind)
+            attention.rotary_width = 0 if kind is None else rotary_widths[kind]
+            attention.heads, attention.groups, attention.width = part.heads, part.groups, part.width
+            attention.norm_values = self._ones.data_ptr() if part.value_norm else 0
             layer.factor = 0 if part.factor is None else part.factor.data_ptr()
             if part.inputs:
                 layer.input_offset = number * part.inputs.width
@@ -278,7 +280,7 @@ class WeightTable:
             if part.added_mixture:
                 self._fill_added_mixture(layer, part.added_mixture)
             if part.latent:
-                layer.latents = self._latents(part.latent)
+                self._fill_latents(attention.latents, part.latent)
             if part.side:
                 layer.side_norm = self._norm(part.side.norm)
             for field, adapter in adapters_of(part).items():
@@ -295,16 +297,17 @@ class WeightTable:
             for field, copied in copies.items():
                 copied[:] = torch.as_tensor(factors[field]).detach().flatten().float().numpy()
 
-    def _latents(self, latent: LatentParts[CompiledLinear]) -> tuple[Any, ...]:
-        """Return the values of a ``LATENTS`` record, whose ``key_slot_stride`` is the cache's."""
+    def _fill_latents(self, record: Record, latent: LatentParts[CompiledLinear]) -> None:
+        """Fill in a record of ``LATENTS``, except its matmuls and the cache's ``key_slot_stride``."""
         weight: Any = latent.expansion.weight
         if is_compact(weight):
             address = weight.stored.data_ptr()
             if address not in self._expanded:
                 self._expanded[address] = weight.stored.float()
             weight = self._expanded[address]
-        norms = self._norm(latent.query_norm), self._norm(latent.norm)
-        return weight.data_ptr(), latent.plain, latent.rotated, latent.values, 0, *norms, latent.epsilon
+        record.expansion, record.epsilon = weight.data_ptr(), latent.epsilon
+        record.plain, record.rotated, record.values = latent.plain, latent.rotated, latent.values
+        record["norm_queries"], record["norm"] = self._norm(latent.query_norm), self._norm(latent.norm)
 
     def _fill_experts(self, layer: Record, part: LayerParts[CompiledLinear]) -> None:
         described = self._parts.family.experts
@@ -334,15 +337,15 @@ class WeightTable:
         weight: Any = norm._parameters["weight"]
         return _address_of(norm, "weight"), bias, weight.stride(0) if weight.dim() == 2 else 0
 
-    def _matmul(self, rows: MatmulRows) -> tuple[int, int, int, int, int]:
-        """Return the values of a ``MATMUL`` record."""
+    def _matmul(self, rows: MatmulRows) -> tuple[int, int, int, int, int, int]:
+        """Return the values of a ``MATMUL`` record, without factors."""
         layer, stored = rows.layer, rows.stored
         bias = 0 if layer.bias is None else layer.bias[rows.first :].data_ptr()
         if panels := self._panels.get(stored.data_ptr()):
             matmul, matrix = panels.matmul, panels.data_ptr()
         else:
             matmul, matrix = matmul_of(*format_of(stored)).address, stored.data_ptr()
-        return matmul, matrix, rows.end - rows.first, layer.in_features, bias
+        return matmul, matrix, rows.end - rows.first, layer.in_features, bias, 0
 
     def check_copies(self) -> None:
         """Refresh copied weights, factors and rotary tables, whose sources may have been changed in place."""
@@ -373,6 +376,12 @@ class WeightTable:
         return [torch.stack((rotary.cos, rotary.sin)) for rotary in embeddings]
 
 
+def _set(record: Record, path: str, value: Any) -> None:
+    """Set a field, such as ``mixer.out``, of a record within records."""
+    *outer_fields, field = path.split(".")
+    reduce(getitem, outer_fields, record)[field] = value
+
+
 def joined_tables(tables: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stack the tables of all rotary types, padding narrower ones with zeros."""
     widest = max(table.shape[-1] for table in tables)
@@ -390,7 +399,7 @@ def router_record(router: Router) -> Record:
     record, (expert_count, width) = zeroed_records(ROUTER)[0], router.weight.shape
     bias, correction = (0 if tensor is None else tensor.data_ptr() for tensor in (router.bias, router.correction))
     matmul = matmul_of(*format_of(router.weight)).address
-    record.scores = matmul, router.weight.data_ptr(), expert_count, width, bias
+    record.scores = matmul, router.weight.data_ptr(), expert_count, width, bias, 0
     record.top_k, record.has_sigmoids, record.renormalizes = router.top, router.has_sigmoids, router.renormalizes
     record.correction, record.groups, record.used_groups = correction, router.groups, router.used_groups
     record.group_top = router.group_top
