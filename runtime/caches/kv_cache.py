@@ -25,6 +25,18 @@ NO_TENSOR = torch.empty(0)
 """Placeholder for the keys or values of a layer that has none."""
 GROWTH = 64
 """Capacities are rounded up to a multiple of this, so that answers of similar length reuse a cache."""
+MIN_EXTENT = 512
+"""Smallest extent in cache positions. Larger extents are a power of two times this, or halfway between two of those."""
+
+
+def extent_for(rows: int) -> int:
+    """Return the smallest extent with at least ``rows`` positions."""
+    extent = MIN_EXTENT
+    while extent < rows:
+        if extent * 3 // 2 >= rows:
+            return extent * 3 // 2
+        extent *= 2
+    return extent
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hdtool.runtime.caches.kv_cache import KVTensors
+from hdtool.runtime.caches.library_views import IndexedKVCache
 from hdtool.runtime.caches.moves import MAX_DEFERRED_MOVES
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree, mark_ancestors
 from hdtool.runtime.kernels.compiled import compiled
@@ -197,6 +199,26 @@ LENGTH, MOVED_TO, MOVED, MOVED_FROM = range(4)
 """Header indices of the context length and of a move: its first target position, its length and its first source."""
 LEFT_OUT = -1
 """Length of the move of a slot that a step leaves out."""
+
+
+class CacheRows(NamedTuple):
+    """Where a pass writes its rows in a module's cache, and which positions they read."""
+
+    storage: KVTensors
+    places: torch.Tensor
+    """Cache position of each row."""
+    extent: int
+    """Number of positions that the pass reads; the mask hides some of them."""
+    mask: Mask
+
+    @property
+    def cache(self) -> IndexedKVCache:
+        """The cache as transformers' layers use it."""
+        return IndexedKVCache(self.storage, self.places[None], self.extent)
+
+    def mask_of(self, kind: str) -> torch.Tensor | None:
+        """Return the mask of layers of this kind, ``[1, 1, rows, extent]``."""
+        return self.mask[kind] if isinstance(self.mask, dict) else self.mask
 
 
 class StepTensors(NamedTuple):

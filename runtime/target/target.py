@@ -27,10 +27,15 @@ from hdtool.runtime.model.weight_changes import ModelChanges
 from hdtool.runtime.weights.damaged_weights import refuse_damaged_model
 
 if TYPE_CHECKING:
+    from torch.nn import Module
     from transformers import PreTrainedModel
 
     from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
     from hdtool.runtime.engines.cuda.captured_passes import CapturedPasses
+    from hdtool.runtime.engines.cuda.drafter_layers import DrafterLayers
+    from hdtool.runtime.engines.cuda.ranking_passes import RankingPasses
+    from hdtool.runtime.model.pass_inputs import AttentionWindow
+    from hdtool.runtime.program.model_parts import Kind, ModelParts
 
 
 def by_device(device: torch.device) -> Capture | None:
@@ -197,9 +202,24 @@ class Target(BackendEngine):
             with self.changing(), self.log.unchanged():
                 self._prove(self.facts)
 
-    def new_recorder(self) -> Capture | None:
-        """Return a ``Capture`` for other modules to capture passes with, or None if steps aren't captured."""
-        return self._capture(self.device) if self.captures else None
+    def ranking_passes(self, rankings: int, best: int) -> RankingPasses:
+        """Return what runs the passes of a trained drafter, captured if steps are; see ``RankingPasses``."""
+        from hdtool.runtime.engines.cuda.ranking_passes import RankingPasses
+
+        return RankingPasses(self._capture(self.device) if self.captures else None, self.device, rankings, best)
+
+    def drafter_layers(self, parts: ModelParts[Module], windows: list[AttentionWindow]) -> DrafterLayers:
+        """Return decoder layers of a trained drafter, computed as a described model's are."""
+        from hdtool.runtime.engines.cuda.drafter_layers import DrafterLayers
+
+        return DrafterLayers(parts, windows)
+
+    @property
+    def described_kind(self) -> Kind[Module]:
+        """The modules and families that described passes support."""
+        from hdtool.runtime.engines.cuda.fused_pass import kind_of
+
+        return kind_of(self.stock)
 
     def context_limit(self, prompt_length: int) -> int | None:
         return context_limit(self.config, prompt_length)

@@ -28,10 +28,10 @@ from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.growth import feed, grow
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.drafters.trained.draft_passes import RankingPasses, TopTokens
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, StaticTree, drafter_of
 from hdtool.runtime.engines.capture import CaptureMaker, Run, never
 from hdtool.runtime.engines.cuda import cuda_graphs
+from hdtool.runtime.engines.cuda.ranking_passes import RankingPasses, TopTokens
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, answer_of, assert_answers_of_batch, output_tokens, run
@@ -285,7 +285,7 @@ def test_passes_that_lacked_memory_are_captured_once_more(monkeypatch: pytest.Mo
         runs.append(len(words))
         return words[None], words[None].float()
 
-    passes = RankingPasses(ShortAtFirst(), torch.device("cpu"), 1)
+    passes = RankingPasses(ShortAtFirst(), torch.device("cpu"), 1, 10)
     for number in range(9):
         tokens, _ = passes.run(("read", 1, 0), [number, 7], 1, rank)
         assert tokens.tolist() == [[number, 7]]
@@ -297,7 +297,7 @@ def test_passes_that_cannot_be_captured_run_without() -> None:
         def record(self, run: Run) -> Run:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    passes = RankingPasses(Refusing(), torch.device("cpu"), 1)
+    passes = RankingPasses(Refusing(), torch.device("cpu"), 1, 10)
     for _ in range(2):
         tokens, probs = passes.run(
             ("read", 1, 0), [5, 7], 1, lambda words: (words.view(2, 1), words.view(2, 1).float())

@@ -21,7 +21,6 @@ from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import PassLog, Verified
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
-from hdtool.runtime.drafters.trained.drafter_layers import DrafterLayers
 from hdtool.runtime.drafters.trained.mtp import (
     MTP_CACHE_NAME,
     IteratedMtp,
@@ -33,6 +32,7 @@ from hdtool.runtime.drafters.trained.mtp import (
 from hdtool.runtime.drafters.trained.proposal import LOADED_BY_TARGET, PROB_BUCKETS
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
 from hdtool.runtime.engines.capture import CaptureMaker, never
+from hdtool.runtime.engines.cuda.drafter_layers import DrafterLayers
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target

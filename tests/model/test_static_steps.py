@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape
+from hdtool.runtime.caches.kv_cache import MIN_EXTENT, KVTensors, LayerShape, extent_for
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import PassOptions, Verified
 from hdtool.runtime.core.sequence import Finish
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.engines.capture import CaptureMaker, Run, never
-from hdtool.runtime.engines.cuda.static_steps import MIN_EXTENT, RECORDED, STEP_SIZES, StaticSteps, extent_for
+from hdtool.runtime.engines.cuda.static_steps import RECORDED, STEP_SIZES, StaticSteps
 from hdtool.runtime.engines.steps import StepOutput
 from hdtool.runtime.model.pass_inputs import FULL, MOVES, AttentionMasks, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.target.target import Target

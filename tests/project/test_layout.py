@@ -36,7 +36,7 @@ NOT_FOR = {
     "runtime/model": {"runtime/engines", "runtime/drafters", "runtime/integrations"},
     "runtime/engines": {"runtime/target", "runtime/drafters", "runtime/integrations"},
     "runtime/budget": {"runtime/drafters", "runtime/integrations"},
-    "runtime/drafters": {"runtime/integrations"},
+    "runtime/drafters": {"runtime/engines", "runtime/integrations"},
     "builders/evaluation": {"runtime/integrations"},
 }
 """What a folder must not import, beside what its top-level folder must not."""

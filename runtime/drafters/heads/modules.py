@@ -16,10 +16,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
+from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape, extent_for
 from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.drafters.trained.module_parts import Norm
-from hdtool.runtime.engines.cuda.static_steps import extent_for
 
 Indices = slice | torch.Tensor
 AttentionInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]

@@ -9,8 +9,8 @@ import torch
 from hdtool.runtime.budget.gate import Gate
 from hdtool.runtime.drafters.heads.checkpoint import HydraHeads, MtpHeads, SavedHeads
 from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads
-from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, Module, ModulePasses, Rows, TopTokens
-from hdtool.runtime.drafters.trained.module_parts import topk_tokens
+from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, Module, ModulePasses
+from hdtool.runtime.drafters.trained.module_parts import TopTokens, topk_tokens
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration, Proposal
 from hdtool.runtime.drafters.trained.sequential import (
     ROWS_PER_PASS,
@@ -20,7 +20,7 @@ from hdtool.runtime.drafters.trained.sequential import (
     SequentialModule,
 )
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.model.pass_inputs import FULL
+from hdtool.runtime.model.pass_inputs import FULL, CacheRows
 from hdtool.runtime.target.target import Target
 
 
@@ -28,7 +28,7 @@ def module_of(heads: Heads, target: Target) -> Module:
     """Return the adaptation layers of heads, with the target's token embeddings."""
     embed = target.model.get_input_embeddings()
 
-    def run(tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: Rows) -> list[torch.Tensor]:
+    def run(tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: CacheRows) -> list[torch.Tensor]:
         read = (embed(tokens) if heads.reads_tokens else hidden)[None]
         stages = heads.stages(hidden[None], read, positions[None], rows.cache, rows.mask_of(FULL))
         return [stage[0] for stage in stages]
@@ -53,7 +53,7 @@ class HeadsState(BlockDrafter):
             ),
             heads.shapes(),
             heads.like.new_empty((0, heads.shape.width)),
-            target.new_recorder(),
+            target,
             rankings=heads.config.heads,
         )
         calibration = Calibration(saved.evaluation.odds or None, heads.config.heads)
@@ -92,9 +92,7 @@ class HydraModule(ModulePasses):
         rows = 1 + ROWS_PER_PASS * self.passes
         self._paths = heads.like.new_zeros((rows, heads.config.heads, heads.shape.embedding))
         """Normed embeddings of the tokens on each path, ``[rows, heads, width]``."""
-        super().__init__(
-            module_of(heads, target), self._start_path, heads.shapes(), self._before, target.new_recorder()
-        )
+        super().__init__(module_of(heads, target), self._start_path, heads.shapes(), self._before, target)
 
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
         self._depths = [0]

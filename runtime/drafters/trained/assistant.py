@@ -15,8 +15,7 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.prefix_cache import common_prefix_length
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
-from hdtool.runtime.drafters.trained.draft_passes import on_host
-from hdtool.runtime.drafters.trained.module_parts import topk_tokens
+from hdtool.runtime.drafters.trained.module_parts import TopTokens, topk_tokens
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, loaded_once
 from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, NO_RANKING, ROWS_PER_PASS, Ranked, SequentialDrafter
 from hdtool.runtime.target.load import load
@@ -220,3 +219,8 @@ def load_assistant(published: PublishedDrafter, target: Target) -> Any:
             f"{target.config.model_type!r} do not have: name a drafter of this model"
         )
     return model.to(target.device, target.dtype).requires_grad_(False).eval()
+
+
+def on_host(ranked: TopTokens) -> Ranked:
+    tokens, probs = ranked
+    return tokens.cpu().numpy(), probs.cpu().numpy()

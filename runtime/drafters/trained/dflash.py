@@ -14,11 +14,11 @@ import torch
 from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.drafters.trained.draft_passes import ReadingPasses, Rows, TopTokens
-from hdtool.runtime.drafters.trained.module_parts import Norm, topk_tokens
+from hdtool.runtime.drafters.trained.draft_passes import ReadingPasses
+from hdtool.runtime.drafters.trained.module_parts import Norm, TopTokens, topk_tokens
 from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, TOKENS_PER_RANKING, Calibration
 from hdtool.runtime.drafters.trained.sequential import BlockDrafter
-from hdtool.runtime.model.pass_inputs import windows_of
+from hdtool.runtime.model.pass_inputs import CacheRows, windows_of
 from hdtool.runtime.program.mixer_parts import epsilon_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class DFlashPasses(ReadingPasses):
         super().__init__(
             [_shape_of(layer.self_attn) for layer in model.layers],
             hidden,
-            target.new_recorder(),
+            target,
             windows=windows,
             rankings=self._block - 1,
             drafted=self._block,
@@ -71,7 +71,7 @@ class DFlashPasses(ReadingPasses):
             context_hidden_states=hidden[None],
             position_ids=places[None],
             attention_mask=masks if isinstance(masks, dict) else dict.fromkeys(self._kinds, masks),
-            past_key_values=Rows(self._cache.storage, places, extent, masks).cache,
+            past_key_values=CacheRows(self._cache.storage, places, extent, masks).cache,
         ).last_hidden_state[0, 1:]
         return topk_tokens(self._head(states), TOKENS_PER_RANKING)
 

@@ -1,143 +1,37 @@
 """Forward passes of a small module over accepted tokens and over draft paths after them, with one KV cache.
 
-On a GPU, passes have fixed shapes, each of which is captured once and then replayed.
+On a GPU, passes have fixed shapes, each of which the target captures once and then replays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 
-from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape
-from hdtool.runtime.caches.library_views import IndexedKVCache
+from hdtool.runtime.caches.kv_cache import LayerShape, extent_for
 from hdtool.runtime.caches.slots import Cache
+from hdtool.runtime.drafters.trained.module_parts import TopTokens
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
 from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, ROWS_PER_PASS, Ranked
-from hdtool.runtime.engines.capture import Capture, Run
-from hdtool.runtime.engines.cuda.cuda_graphs import CapturedRun, is_out_of_memory
-from hdtool.runtime.engines.cuda.static_steps import DeviceClock, extent_for, rankings_in
-from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, Mask, TransferBuffer
-
-if TYPE_CHECKING:
-    from hdtool.runtime.target.target import Target
+from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, CacheRows
+from hdtool.runtime.target.target import Target
 
 READ_CHUNK = 512
 """Maximum number of accepted tokens that one pass reads."""
-CAPTURED_SIZES = (1, 2, 4, 8, 16)
-"""Numbers of rows in a captured pass."""
 MAX_DRAFTED = ROWS_PER_PASS * MAX_PASSES
 """Maximum number of rows in a draft."""
-WORDS_PER_ROW = 6
-"""Maximum number of integers that a captured pass reads for each of its rows."""
 
 
-class Rows(NamedTuple):
-    """Where a pass writes its rows in a module's cache, and which positions they read."""
-
-    storage: KVTensors
-    places: torch.Tensor
-    """Cache position of each row."""
-    extent: int
-    """Number of positions that the pass reads; the mask hides some of them."""
-    mask: Mask
-
-    @property
-    def cache(self) -> IndexedKVCache:
-        """The cache as transformers' layers use it."""
-        return IndexedKVCache(self.storage, self.places[None], self.extent)
-
-    def mask_of(self, kind: str) -> torch.Tensor | None:
-        """Return the mask of layers of this kind, ``[1, 1, rows, extent]``."""
-        return self.mask[kind] if isinstance(self.mask, dict) else self.mask
-
-
-Module = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rows], list[torch.Tensor]]
+Module = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, CacheRows], list[torch.Tensor]]
 """Computes the outputs ``[rows, width]`` of a module's layers for tokens ``[rows]``.
 
 The other arguments are the hidden states before the tokens, the positions of these states, and the rows of the cache.
 """
-Shape = tuple[str, int, int]
-"""Kind of a pass, number of its rows, and the number of cached positions that it reads or the depth of its rows."""
-TopTokens = tuple[torch.Tensor, torch.Tensor]
-"""Best tokens after each row or of each head, and their probabilities."""
 RankAfter = Callable[[list[torch.Tensor], torch.Tensor], TopTokens]
 """Ranks the next tokens, given the outputs ``[1, width]`` of a module's layers for a token, and that token ``[1]``."""
-
-
-class RankingPasses:
-    """Runs passes that read integers and rank tokens, with one copy to the device and one from it.
-
-    If passes are captured, there is one captured pass per shape.
-    """
-
-    def __init__(self, capture: Capture | None, device: torch.device, rankings: int) -> None:
-        """``rankings`` is the maximum number of rankings or rows; ``capture`` is None if passes aren't captured."""
-        self._capture, self._device = capture, device
-        self._captured: dict[Shape, CapturedRun] = {}
-        self._clock = DeviceClock(device)
-        self._rankings, self._best = rankings, TOKENS_PER_RANKING
-        ranked = rankings * TOKENS_PER_RANKING
-        self._input = TransferBuffer(1 + WORDS_PER_ROW * rankings, device)
-        self._output = TransferBuffer(ranked + -(-ranked // 2), device)
-
-    def captures(self, rows: int) -> bool:
-        return self._capture is not None and rows <= CAPTURED_SIZES[-1]
-
-    def size_for(self, rows: int) -> int:
-        """Return the number of rows to which a pass over ``rows`` rows must be padded."""
-        return next(size for size in CAPTURED_SIZES if size >= rows) if self.captures(rows) else rows
-
-    def forget(self) -> None:
-        """Release all captured passes."""
-        self._captured.clear()
-
-    def run(self, shape: Shape, words: list[int], rankings: int, rank: Callable[[torch.Tensor], TopTokens]) -> Ranked:
-        """Return the first ``rankings`` that ``rank`` computes from ``words``.
-
-        ``shape``, which begins with the kind and the number of rows, determines the number of words and all else that
-        ``rank`` reads on the host.
-        """
-        given, number = torch.tensor(words), len(words)
-        if self.captures(shape[1]):
-            self._input.host[:number] = given
-            self._input.send(number)
-            if run := self._run_of(shape, lambda: self._write(rank(self._input.device[:number]))):
-                run()
-                return self._wait(rankings)
-        tokens, probs = on_host(rank(given.to(self._device)))
-        return tokens[:rankings], probs[:rankings]
-
-    def _run_of(self, shape: Shape, run: Run) -> Run | None:
-        """Return a pass as captured; None if memory is short, or always if it can't be captured."""
-        captured = self._captured.get(shape)
-        if captured is None or captured.is_due():
-            assert self._capture is not None
-            captured = self._captured[shape] = CapturedRun()
-            try:
-                captured.capture(self._capture, run)
-            except Exception as error:  # model code that cannot be captured may raise any error
-                if not is_out_of_memory(error):
-                    self._capture = None
-        return captured.run
-
-    def _write(self, ranked: TopTokens) -> None:
-        rows, self._best = ranked[0].shape
-        for part, values in zip(self._parts_of(self._output.device), ranked, strict=True):
-            part[:rows, : self._best].copy_(values)
-
-    def _wait(self, rankings: int) -> Ranked:
-        self._clock.start()
-        self._output.fetch(len(self._output.host))
-        self._clock.stop()
-        self._clock.seconds()  # waits
-        tokens, probs = (part[:rankings, : self._best].numpy().copy() for part in self._parts_of(self._output.host))
-        return tokens, probs
-
-    def _parts_of(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return rankings_in(words, self._rankings, TOKENS_PER_RANKING)
 
 
 class ReadingPasses:
@@ -147,7 +41,7 @@ class ReadingPasses:
         self,
         shapes: Sequence[LayerShape],
         hidden: torch.Tensor,
-        capture: Capture | None,
+        target: Target,
         *,
         windows: Sequence[AttentionWindow] = (AttentionWindow(FULL),),
         rankings: int = 1,
@@ -158,11 +52,10 @@ class ReadingPasses:
         ``windows`` are those of the layers, ``rankings`` is the number of rankings that a pass makes, and ``drafted``
         the maximum number of positions that drafted tokens take in the cache.
         """
-        self.rankings = rankings
-        self._cache, self._caches, self._drafted = Cache(shapes), bool(shapes), drafted
+        self.rankings, self._passes = rankings, target.ranking_passes(rankings, TOKENS_PER_RANKING)
+        self._cache, self._caches, self._drafted = Cache(shapes), bool(shapes), drafted + self._passes.largest
         self._masks = AttentionMasks(list(dict.fromkeys(windows)), hidden.dtype, hidden.device)
-        self._new_hidden = hidden.new_zeros((CAPTURED_SIZES[-1], hidden.shape[-1]))
-        self._passes = RankingPasses(capture, hidden.device, max(rankings, CAPTURED_SIZES[-1]))
+        self._new_hidden = hidden.new_zeros((self._passes.largest, hidden.shape[-1]))
 
     @property
     def length(self) -> int:
@@ -227,10 +120,10 @@ class ReadingPasses:
     def _rank_last(self, hidden: torch.Tensor, extent: int, words: torch.Tensor) -> TopTokens:
         """Read accepted tokens, given as ``_words`` returns them."""
         last, (tokens, places) = words[:1], words[1:].view(2, -1)
-        rows = Rows(self._cache.storage, places, extent, self._masks.causal_mask(places, extent))
+        rows = CacheRows(self._cache.storage, places, extent, self._masks.causal_mask(places, extent))
         return self._ranked(tokens, hidden, last, rows)
 
-    def _ranked(self, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, rows: Rows) -> TopTokens:
+    def _ranked(self, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, rows: CacheRows) -> TopTokens:
         """Rank the tokens that may follow row ``last`` of some accepted tokens, given the hidden states before them."""
         raise NotImplementedError
 
@@ -244,13 +137,13 @@ class ModulePasses(ReadingPasses):
         rank_after: RankAfter,
         shapes: Sequence[LayerShape],
         hidden: torch.Tensor,
-        capture: Capture | None,
+        target: Target,
         **options: Any,
     ) -> None:
         self._module, self._rank_after = module, rank_after
-        super().__init__(shapes, hidden, capture, **options)
+        super().__init__(shapes, hidden, target, **options)
 
-    def _ranked(self, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, rows: Rows) -> TopTokens:
+    def _ranked(self, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, rows: CacheRows) -> TopTokens:
         outputs = self._module(tokens, hidden, rows.places, rows)
         return self._rank_after([output.index_select(0, last) for output in outputs], tokens.index_select(0, last))
 
@@ -288,9 +181,9 @@ class DraftPasses(ModulePasses):
             self._rank_first,
             shapes,
             hidden,
-            target.new_recorder(),
+            target,
             windows=windows,
-            drafted=MAX_DRAFTED + CAPTURED_SIZES[-1],
+            drafted=MAX_DRAFTED,
         )
 
     def _rank_first(self, outputs: list[torch.Tensor], token: torch.Tensor) -> TopTokens:
@@ -328,14 +221,9 @@ class DraftPasses(ModulePasses):
         return self._passes.run(("extend", size, extent), words, new, partial(self._extended, extent))
 
     def _extended(self, extent: int, words: torch.Tensor) -> TopTokens:
-        root, (tokens, positions, ancestors, parents, written, places) = words[:1], words[1:].view(WORDS_PER_ROW, -1)
+        root, (tokens, positions, ancestors, parents, written, places) = words[:1], words[1:].view(6, -1)
         mask = self._masks.on_device_for_rows(ancestors, positions, root, extent)
         before = self._states.index_select(0, parents)
-        states = self._module(tokens, before, positions, Rows(self._cache.storage, places, extent, mask))[-1]
+        states = self._module(tokens, before, positions, CacheRows(self._cache.storage, places, extent, mask))[-1]
         self._states.index_copy_(0, written, states)
         return self._best_of(states)
-
-
-def on_host(ranked: TopTokens) -> Ranked:
-    tokens, probs = ranked
-    return tokens.cpu().numpy(), probs.float().cpu().numpy()

@@ -12,11 +12,10 @@ from torch import nn
 
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
-from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, Rows
-from hdtool.runtime.drafters.trained.drafter_layers import DrafterLayers
+from hdtool.runtime.drafters.trained.draft_passes import DraftPasses
 from hdtool.runtime.drafters.trained.module_parts import Norm, topk_tokens
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, PublishedDrafter
-from hdtool.runtime.model.pass_inputs import FULL, AttentionWindow
+from hdtool.runtime.model.pass_inputs import FULL, AttentionWindow, CacheRows
 from hdtool.runtime.program.model_families import LLAMA
 from hdtool.runtime.program.model_parts import LayerParts, ModelParts
 
@@ -124,9 +123,11 @@ class EagleModule(DraftPasses):
         parts = ModelParts(
             drafter, drafter, embed, [layer.parts], drafter.rotary, None, drafter.lm_head, config.rms_norm_eps, LLAMA
         )
-        layers = DrafterLayers(parts, [AttentionWindow(FULL)])
+        layers = target.drafter_layers(parts, [AttentionWindow(FULL)])
 
-        def run(tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: Rows) -> list[torch.Tensor]:
+        def run(
+            tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: CacheRows
+        ) -> list[torch.Tensor]:
             if hidden.shape[-1] == drafter.fc.in_features:  # of the target's layers, not of the drafter
                 hidden = drafter.fc(hidden)
             states, joined = layer.read(embed(tokens), hidden)

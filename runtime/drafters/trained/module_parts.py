@@ -6,6 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+TopTokens = tuple[torch.Tensor, torch.Tensor]
+"""Best tokens after each row or of each head, and their probabilities."""
+
 
 class Norm(nn.RMSNorm):
     """RMSNorm in the dtype of its input, so that half precision uses the fused kernel, too."""
@@ -14,9 +17,7 @@ class Norm(nn.RMSNorm):
         return functional.rms_norm(states, self.normalized_shape, self.weight.to(states.dtype), self.eps)
 
 
-def topk_tokens(
-    logits: torch.Tensor, number: int, token_ids: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def topk_tokens(logits: torch.Tensor, number: int, token_ids: torch.Tensor | None = None) -> TopTokens:
     """Return the top-k tokens of each row and their probabilities.
 
     ``token_ids`` maps ids of the draft vocabulary to the target's; None if the drafter uses the target's vocabulary.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -19,14 +20,12 @@ import torch
 from hdtool.data.errors import FamilyError, HeadsError, error_reason
 from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape, layer_shapes
 from hdtool.runtime.core.tolerances import distances, tolerance_of
-from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, ReadingPasses, Rows, TopTokens
-from hdtool.runtime.drafters.trained.drafter_layers import DrafterLayers
-from hdtool.runtime.drafters.trained.module_parts import topk_tokens
+from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, ReadingPasses
+from hdtool.runtime.drafters.trained.module_parts import TopTokens, topk_tokens
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration, loaded_once
 from hdtool.runtime.drafters.trained.sequential import BlockDrafter, Ranked, SequentialDrafter, TrainedDrafter
-from hdtool.runtime.engines.cuda.fused_pass import kind_of
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
+from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, CacheRows
 from hdtool.runtime.model.transformers_internals import attention_of, use_masked_attention
 from hdtool.runtime.program.embedding_and_head import norms_and_activations_match
 from hdtool.runtime.program.model_parts import ModelParts, layers_of, model_parts
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from hdtool.runtime.budget.gate import Gate
-    from hdtool.runtime.engines.stock.stock_model import StockModel
     from hdtool.runtime.target.target import Target
 
 LAYER_COUNT_FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -64,7 +62,7 @@ class LibraryMtp:
         self.width = width
         self.shapes = self._shapes()
         """Shapes of the tensors that each layer caches per position."""
-        self._programs: list[DrafterLayers] = []
+        self._programs: list[Callable[..., torch.Tensor]] = []
         """Each layer as a program; empty for layers that transformers' code computes."""
 
     @property
@@ -101,34 +99,36 @@ class LibraryMtp:
         return layer_shapes(cache)
 
     def run(
-        self, layer: int, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: Rows
+        self, layer: int, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: CacheRows
     ) -> torch.Tensor:
         """Return a layer's state after each token; ``hidden`` holds the state before each, at ``positions``."""
         if self._programs:
             part = self._layers.layers[layer]
             joined = torch.cat([part.enorm(self._layers.embed_tokens(tokens)), part.hnorm(hidden)], dim=-1)
-            return self._programs[layer].run(part.eh_proj(joined), positions + 1, rows, first=layer)
+            return self._programs[layer](part.eh_proj(joined), positions + 1, rows, first=layer)
         mask = rows.mask_of(self.windows[layer].kind)
         return self._forward(layer, tokens, hidden, positions + 1, rows.cache, mask)
 
     @torch.inference_mode()
-    def use_program(self, stock: StockModel) -> None:
+    def use_program(self, target: Target) -> None:
         """Compute layers that a table describes by the engines' program, if that gives the same states."""
-        described = _described(self._layers, stock)
+        described = _described(self._layers, target)
         if not described:
             return
-        places = torch.arange(2, device=stock.device)
-        hidden = torch.linspace(-1, 1, 2 * self.width, dtype=stock.dtype, device=stock.device).view(2, -1)
-        mask = AttentionMasks(self.windows[:1], stock.dtype, stock.device).causal_mask(places, 2)
-        rows = Rows(KVTensors.for_layers(self.shapes, 2), places, 2, mask)
+        places = torch.arange(2, device=target.device)
+        hidden = torch.linspace(-1, 1, 2 * self.width, dtype=target.dtype, device=target.device).view(2, -1)
+        mask = AttentionMasks(self.windows[:1], target.dtype, target.device).causal_mask(places, 2)
+        rows = CacheRows(KVTensors.for_layers(self.shapes, 2), places, 2, mask)
         expected = [self.run(layer, places, hidden, places, rows) for layer in range(self.number)]
-        self._programs = [DrafterLayers(parts, [window]) for parts, window in zip(described, self.windows, strict=True)]
+        self._programs = [
+            target.drafter_layers(parts, [window]).run for parts, window in zip(described, self.windows, strict=True)
+        ]
         try:
             actual = [self.run(layer, places, hidden, places, rows) for layer in range(self.number)]
             error = max(float(distances(*pair).max()) for pair in zip(actual, expected, strict=True))
         except NotImplementedError:  # the rotary positions fit no head
             error = math.inf
-        if not error <= tolerance_of(stock.dtype):
+        if not error <= tolerance_of(target.dtype):
             self._programs = []
 
     def _forward(
@@ -149,10 +149,10 @@ class LibraryMtp:
         return topk_tokens(self._layers._project_to_logits(hidden), TOKENS_PER_RANKING)
 
 
-def _described(layers: Any, stock: StockModel) -> list[ModelParts[torch.nn.Module]]:
+def _described(layers: Any, target: Target) -> list[ModelParts[torch.nn.Module]]:
     """Return the parts of each MTP layer of a described model; an empty list if it has others than usual around it."""
-    kind = kind_of(stock)
-    parts, blocks = model_parts(stock.model, kind), [layer.mtp_block for layer in layers.layers]
+    kind = target.described_kind
+    parts, blocks = model_parts(target.model, kind), [layer.mtp_block for layer in layers.layers]
     is_usual = layers.use_post_norm and not layers.use_shared_post_norm and not layers.has_per_layer_rope
     if parts is None or not is_usual or getattr(layers.config, "mtp_hidden_states_first", False):
         return []
@@ -160,7 +160,7 @@ def _described(layers: Any, stock: StockModel) -> list[ModelParts[torch.nn.Modul
         replace(parts, model=layer, layers=[block], norm=layer.post_norm, inputs=None)
         for layer, block in zip(layers.layers, layers_of(torch.nn.ModuleList(blocks), kind), strict=False)
     ]
-    return described if all(norms_and_activations_match(each, stock.device) for each in described) else []
+    return described if all(norms_and_activations_match(each, target.device) for each in described) else []
 
 
 class WithMtpLayers:
@@ -276,7 +276,7 @@ def _loaded(target: Target) -> LibraryMtp:
     layers = load_mtp(target.model)
     if target.device.type == "cpu":
         compile_linear_layers(layers.own)
-    layers.use_program(target.stock)
+    layers.use_program(target)
     return layers
 
 
@@ -304,7 +304,7 @@ class MtpLayersInTurn(ReadingPasses):
     def __init__(self, layers: LibraryMtp, target: Target) -> None:
         self._layers, number = layers, layers.number
         hidden = torch.empty((0, layers.width), dtype=target.dtype, device=target.device)
-        super().__init__(layers.shapes, hidden, target.new_recorder(), windows=layers.windows, rankings=number)
+        super().__init__(layers.shapes, hidden, target, windows=layers.windows, rankings=number)
         self.begin([])
 
     def begin(self, prompt: list[int]) -> None:
@@ -325,7 +325,7 @@ class MtpLayersInTurn(ReadingPasses):
         assert self._hidden is not None
         self._hidden, self._tokens = self._hidden[kept:], self._tokens[kept:]
 
-    def _ranked(self, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, rows: Rows) -> TopTokens:
+    def _ranked(self, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, rows: CacheRows) -> TopTokens:
         ranked = list[TopTokens]()
         for layer in range(self._layers.number):
             hidden = self._layers.run(layer, tokens, hidden, rows.places + layer, rows)

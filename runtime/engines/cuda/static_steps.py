@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hdtool.runtime.caches.kv_cache import KVTensors
+from hdtool.runtime.caches.kv_cache import MIN_EXTENT, KVTensors, extent_for
 from hdtool.runtime.caches.slots import Cache, Slot
 from hdtool.runtime.caches.states import StatesOfTree
 from hdtool.runtime.core.engine_interface import LOGITS_ONLY, PassOptions, Verified
@@ -58,8 +58,6 @@ class DeviceClock:
         return float(self._events[0].elapsed_time(self._events[1])) / 1e3
 
 
-MIN_EXTENT = 512
-"""Smallest extent in cache positions. Larger extents are a power of two times this, or halfway between two of those."""
 STEP_SIZES = (1, 8, 16, 32, 64, LARGEST_TREE + 1)
 """Numbers of rows per slot in captured steps. Matmuls use tiles of 64 rows: one more row starts another tile."""
 RECORDED = STEP_SIZES[:-1]
@@ -309,13 +307,3 @@ def rankings_in(words: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, t
 def padded_numbers(slots: int) -> list[int]:
     """Return the numbers of slots that steps have in a cache with this many: powers of two, and all slots."""
     return sorted({min(1 << power, slots) for power in range(slots.bit_length() + 1)})
-
-
-def extent_for(rows: int) -> int:
-    """Return the smallest extent with at least ``rows`` positions."""
-    extent = MIN_EXTENT
-    while extent < rows:
-        if extent * 3 // 2 >= rows:
-            return extent * 3 // 2
-        extent *= 2
-    return extent

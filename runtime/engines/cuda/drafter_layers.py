@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch.nn import Module
 
-    from hdtool.runtime.drafters.trained.draft_passes import Rows
-    from hdtool.runtime.model.pass_inputs import AttentionWindow
+    from hdtool.runtime.model.pass_inputs import AttentionWindow, CacheRows
     from hdtool.runtime.program.model_parts import ModelParts
 
 
@@ -28,7 +27,7 @@ class DrafterLayers:
         self,
         hidden: torch.Tensor,
         positions: torch.Tensor,
-        rows: Rows,
+        rows: CacheRows,
         *,
         normed: torch.Tensor | None = None,
         first: int = 0,
