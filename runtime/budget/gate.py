@@ -1,12 +1,50 @@
-"""Decide whether a drafter pays: what it drafts must add more tokens than steps yield in the time that it takes."""
+"""Decide whether drafting pays: drafts must add more tokens than steps yield in the time that the drafts take.
+
+``Pause`` decides from estimates of each draft; ``Gate`` from measured steps with and without a trained drafter.
+"""
 
 from __future__ import annotations
 
+from math import isnan, nan
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hdtool.runtime.core.engine_interface import PassLog
     from hdtool.runtime.kernels.compiled import Array
+
+MAX_PAUSE_STEPS = 64
+"""Longest pause in steps while drafting does not pay, for drafters whose own time is not counted as a cost."""
+SAVED_LEARNING_RATE = 0.1
+"""Learning rate of the average seconds that a draft saves, for drafters whose own time is counted as a cost."""
+RETRY_SHARE = 0.01
+"""Largest share of the time that may be spent on retrying drafts."""
+
+
+class Pause:
+    """Pauses drafting while it does not pay; each pause lasts twice as many steps as the one before."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        """Length of the last pause, if drafting did not pay since; the first two are too short to skip a step."""
+        self.saved = nan
+        """Average seconds that a draft saves; NaN after a pause."""
+
+    def next(self, pays: bool, saved: float, draft_seconds: float, max_steps: int) -> int:
+        """Return for how many steps to pause now.
+
+        ``pays`` and ``saved`` say whether the nodes of a draft pay, and how many seconds they save. The drafter's own
+        time is counted if ``draft_seconds`` is not 0.
+        """
+        if draft_seconds > 0:
+            saved -= draft_seconds
+            self.saved = saved if isnan(self.saved) else self.saved + SAVED_LEARNING_RATE * (saved - self.saved)
+            pays = self.saved > 0
+        self.steps = 0 if pays else min(max(1, 2 * self.steps), max_steps)
+        if self.steps <= 2:
+            return 0
+        self.saved = nan
+        return self.steps
+
 
 LEARNING_RATE = 0.01
 """Learning rate of the moving averages of tokens and seconds per step, with and without the drafter."""
@@ -44,6 +82,8 @@ class LinearCost:
         """Number of observed passes."""
         self.seconds = 0.0
         """Mean duration of a pass."""
+        self.per_row = 0.0
+        """Seconds that each row adds to a pass, never negative."""
         self._prior_rows = prior_rows
         self._rows = self._variance = self._covariance = 0.0
 
@@ -58,15 +98,11 @@ class LinearCost:
         self.seconds += share * off_seconds
         self._variance += share * ((1 - share) * off_rows**2 - self._variance)
         self._covariance += share * ((1 - share) * off_rows * off_seconds - self._covariance)
-        return share
-
-    @property
-    def per_row(self) -> float:
-        """Seconds that each row adds to a pass, never negative; the prior weighs as much as a variance of 1."""
-        weight = float(self._prior_rows > 0)
-        prior = weight * self.seconds / (self._prior_rows + self._rows) if weight else 0.0
+        weight = float(self._prior_rows > 0)  # the prior weighs as much as a variance of 1
+        prior = self.seconds / (self._prior_rows + self._rows) if weight else 0.0
         slope = max(0.0, (self._covariance + prior) / max(self._variance + weight, 1e-12))
-        return min(slope, self.seconds / self._rows) if self._rows > 0 else slope
+        self.per_row = min(slope, self.seconds / self._rows) if self._rows > 0 else slope
+        return share
 
     def of(self, rows: int) -> float:
         """Return the expected seconds of a pass over ``rows`` rows: never negative, and never less for more rows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,9 @@ from hdtool.runtime.budget.cost_curve import (
     confirming_passes,
     estimated_cost,
 )
+from hdtool.runtime.budget.gate import MAX_PAUSE_STEPS, RETRY_SHARE, Pause
 from hdtool.runtime.config.budgets import FIXED_BUDGET, LARGEST_BUDGET
-from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
+from hdtool.runtime.kernels.compiled import Ints, array_at, compiled
 
 if TYPE_CHECKING:
     from hdtool.runtime.budget.cost_curve import CostCurve
@@ -31,13 +32,6 @@ STEP_OVERHEAD = 2e-4
 """Initial estimate of the seconds that a step spends outside its forward pass, used until they are measured."""
 OVERHEAD_LEARNING_RATE, MAX_OVERHEAD_RATIO = 0.1, 3.0
 """Learning rate of the smoothed overhead, and the largest multiple of the mean that a single step may contribute."""
-MAX_PAUSE_STEPS = 64
-"""Longest pause in steps while drafting does not pay, for drafters whose own time is not counted as a cost."""
-SAVED_LEARNING_RATE = 0.1
-"""Learning rate of the average seconds that a draft saves, for drafters whose own time is counted as a cost."""
-RETRY_SHARE = 0.01
-"""Largest share of the time that may be spent on retrying drafts."""
-
 CONFIRMED_PASSES = 3.0
 """Number of passes that must confirm a cost before it can rule drafting in or out without a trial."""
 WORTH_TRYING, CLEARLY_FASTER = 1.2, 1.5
@@ -48,46 +42,33 @@ MIN_DRAFTED_NODES = PASS_SIZES[3]
 Probs = npt.NDArray[np.floating[Any]]
 
 
-class Budget(Protocol):
+class Budget:
     """Decides how many nodes of a draft tree to verify, given their probabilities of acceptance in descending order."""
 
     @property
     def max_nodes(self) -> int:
         """Maximum number of nodes worth drafting in this step; 0 if the step should not draft."""
-        ...
+        raise NotImplementedError
 
     def choose_size(self, probs: Probs) -> int:
         """Return how many of the most probable nodes to verify."""
-        ...
+        raise NotImplementedError
 
     def set_draft_seconds(self, seconds: float) -> None:
         """Set how many seconds the current draft took, for drafters whose own time is counted as a cost."""
-        ...
+
+    def end_step(self) -> None:
+        """Learn from the pass of a step, with or without drafts, if costs are measured."""
 
 
 @dataclass(frozen=True)
-class FixedBudget:
+class FixedBudget(Budget):
     """Verifies all nodes, up to a fixed number."""
 
     max_nodes: int = FIXED_BUDGET
 
     def choose_size(self, probs: Probs) -> int:
         return min(len(probs), self.max_nodes)
-
-    def set_draft_seconds(self, seconds: float) -> None:
-        pass
-
-
-BUDGET_RECORD = np.dtype(
-    [
-        ("overhead", np.float64),  # seconds of a step outside its pass
-        ("costs", np.int64),  # address of a ``COSTS`` record
-        ("draft_seconds", np.float64),  # seconds of the last draft; 0 if the drafter's own time does not count
-        ("saved_seconds", np.float64),  # moving average of the seconds that a draft saves; NaN after a pause
-        ("pause", np.int64),
-    ],
-    align=True,
-)
 
 
 class SmoothedSeconds:
@@ -105,7 +86,7 @@ class SmoothedSeconds:
         self.mean += max(OVERHEAD_LEARNING_RATE, 1 / self._observed) * (seconds - self.mean)
 
 
-class AdaptiveBudget(Uncopyable):
+class AdaptiveBudget(Budget):
     """A budget that chooses the number of nodes with the most expected tokens per second.
 
     While drafting does not pay, it is paused; each pause lasts twice as many steps as the one before.
@@ -116,38 +97,40 @@ class AdaptiveBudget(Uncopyable):
 
         ``step`` returns the number of the current step.
         """
-        self._step = step
-        self._memory = np.zeros(1, BUDGET_RECORD)
-        self._at = self._memory.ctypes.data
-        self._record: Any = self._memory[0]
-        self._record["overhead"], self._record["saved_seconds"] = overhead, np.nan
-        self._use(costs)
-        self._max_nodes = MAX_CHOSEN_NODES
-        self._paused_until = 0
+        self._step, self._costs, self.overhead = step, costs, overhead
+        self.draft_seconds = 0.0
+        """Seconds that the last draft took; 0 if the drafter's own time does not count."""
+        self._max_nodes, self._pause = MAX_CHOSEN_NODES, Pause()
+        self.paused_until = 0
+        """Number of the step in which the last pause ends; 0 if drafting was not paused in the last step."""
         # Compile ``choose_nodes``, or load it from the cache, before the first step.
-        choose_nodes(self._at, np.empty(0), 0, self._max_nodes)
-        self._record["pause"] = 0
-
-    def _use(self, costs: PassCosts) -> None:
-        self._costs = costs
-        self._record["costs"] = costs.address
+        choose_nodes(np.empty((1, 0)), 1, 0, True, overhead, costs.address)
 
     @property
     def max_nodes(self) -> int:
-        if self._step() < self._paused_until:
-            self._learn()  # in a pause, no size is chosen and nothing else learns from the plain passes
-            return 0
-        return self._max_nodes
-
-    def _learn(self) -> None:
-        """Correct the costs by the last pass, if they are measured."""
+        return 0 if self._step() < self.paused_until else self._max_nodes
 
     def set_draft_seconds(self, seconds: float) -> None:
-        self._record["draft_seconds"] = seconds
+        self.draft_seconds = seconds
 
     def choose_size(self, probs: Probs) -> int:
-        best, self._max_nodes, self._paused_until = choose_nodes(self._at, probs, self._step(), self._max_nodes)
-        return best
+        sizes, saved, pays, tries, plain = choose_nodes(probs[None], 1, 0, True, self.overhead, self._costs.address)
+        size = int(sizes[0])
+        self.apply_choice(size, pays, tries, float(saved[0]), max(MAX_PAUSE_STEPS, self.retry_steps(plain)))
+        return size
+
+    def retry_steps(self, plain: float) -> int:
+        """Return after how many steps of ``plain`` seconds each a retry of drafts takes ``RETRY_SHARE`` of the time."""
+        return int(self.draft_seconds / (RETRY_SHARE * plain))
+
+    def apply_choice(self, size: int, pays: bool, tries: bool, saved: float, max_pause: int) -> None:
+        """Adapt the next drafts to the chosen size: drafting nodes that are never verified wastes time.
+
+        See ``choose_nodes`` for the other arguments; a pause lasts at most ``max_pause`` steps.
+        """
+        self._max_nodes = min(MAX_CHOSEN_NODES, max(2 * size, self._max_nodes - 1, MIN_DRAFTED_NODES))
+        pause = 0 if tries else self._pause.next(pays, saved, self.draft_seconds, max_pause)
+        self.paused_until = self._step() + 1 + pause if pause else 0
 
 
 class CostBudget(AdaptiveBudget):
@@ -184,11 +167,10 @@ class MeasuredBudget(AdaptiveBudget):
         """Number of passes at the last call of ``choose_size``, and the time of that call."""
         self._outside = SmoothedSeconds(overhead)
 
-    def _learn(self) -> None:
+    def end_step(self) -> None:
         self._costs.update()
 
     def choose_size(self, probs: Probs) -> int:
-        self._learn()
         self._measure_overhead()
         return super().choose_size(probs)
 
@@ -196,51 +178,10 @@ class MeasuredBudget(AdaptiveBudget):
         """Measure the last step's time outside its forward pass, if only one pass has run since the last call."""
         log, now = self._log, time.perf_counter()
         if log.passes == self._passes + 1 and self.max_nodes and log.nodes >= 0:
-            around = now - self._call_time - log.last_seconds - self._record["draft_seconds"]
+            around = now - self._call_time - log.last_seconds - self.draft_seconds
             self._outside.observe(max(0.0, around))
-            self._record["overhead"] = self._outside.mean
+            self.overhead = self._outside.mean
         self._passes, self._call_time = log.passes, now
-
-
-@compiled
-def expected_tokens(probs: Probs) -> Probs:
-    """Return the expected tokens of a step that verifies the first 0, 1, 2 … nodes, including the bonus token."""
-    gain = np.ones(min(len(probs), MAX_CHOSEN_NODES) + 1)
-    total = 0.0
-    for node in range(len(gain) - 1):
-        total += probs[node]
-        gain[node + 1] = 1.0 + total
-    return gain
-
-
-@compiled
-def choose_nodes(at: int, probs: Probs, step: int, max_nodes: int) -> tuple[int, int, int]:
-    """Choose how many nodes with these probabilities to verify in this step, using the budget record at ``at``.
-
-    Return this number, the new ``max_nodes`` for the next steps, and the step in which drafting resumes (0: no pause).
-    """
-    choice = array_at(at, 1, BUDGET_RECORD)[0]
-    costs = array_at(choice.costs, 1, COSTS)[0]
-    gain = expected_tokens(probs)
-    chosen, pays, tries, cost, plain = best_size(gain, 0, choice.overhead, costs)
-    max_nodes = next_max_nodes(chosen, max_nodes)
-    if tries:
-        return chosen, max_nodes, 0
-    saved = gain[chosen] * (plain + choice.overhead) - (cost if pays else plain) - choice.overhead
-    max_pause = max(MAX_PAUSE_STEPS, retry_steps(choice, plain + choice.overhead))
-    return chosen, max_nodes, decide_pause(choice, pays, saved, max_pause, step)
-
-
-@compiled
-def retry_steps(choice: Any, plain: float) -> int:
-    """Return after how many steps of ``plain`` seconds each a retry of drafts takes ``RETRY_SHARE`` of the time."""
-    return int(choice.draft_seconds / (RETRY_SHARE * plain))
-
-
-@compiled
-def next_max_nodes(chosen: int, max_nodes: int) -> int:
-    """Return the maximum number of nodes for the next drafts: drafting nodes that are never verified wastes time."""
-    return min(MAX_CHOSEN_NODES, max(2 * chosen, max_nodes - 1, MIN_DRAFTED_NODES))
 
 
 @compiled
@@ -274,27 +215,6 @@ def best_size(gain: Probs, first: int, overhead: float, costs: Any) -> tuple[int
     return best if pays != tries else 0, pays, tries, cost, plain
 
 
-@compiled
-def decide_pause(choice: Any, paid: bool, saved: float, max_pause: int, step: int) -> int:
-    """Decide whether to pause drafting, given the seconds that a draft saves before the drafter's own time is deducted.
-
-    Return the step in which drafting resumes, or 0 if drafting is not paused.
-    """
-    if choice.draft_seconds > 0:
-        saved -= choice.draft_seconds
-        choice.saved_seconds = (
-            saved
-            if np.isnan(choice.saved_seconds)
-            else choice.saved_seconds + SAVED_LEARNING_RATE * (saved - choice.saved_seconds)
-        )
-        paid = choice.saved_seconds > 0
-    choice.pause = 0 if paid else min(max(1, 2 * choice.pause), max_pause)
-    if choice.pause <= 2:
-        return 0
-    choice.saved_seconds = np.nan
-    return int(step + 1 + choice.pause)
-
-
 class SharedCosts:
     """Costs of batched passes, and the latest probabilities of each tree, shared by the budgets of a batch."""
 
@@ -324,6 +244,11 @@ class SharedCosts:
         """Return the costs for the smallest measured number of slots not below ``slots``, or else for the largest."""
         return self._costs[min((known for known in self._costs if known >= slots), default=max(self._costs))]
 
+    def learn(self) -> None:
+        """Learn from the last pass, once however many sequences it served."""
+        for costs in self._costs.values():
+            costs.update()
+
     def choose_sizes(self, budgets: Sequence[SharedBudget], probs: Sequence[Probs]) -> list[int]:
         """Return how many nodes of each budget's tree to verify.
 
@@ -344,19 +269,19 @@ class SharedCosts:
             row[: len(tree_probs)] = tree_probs[:MAX_CHOSEN_NODES]
         slots = max(self.log.slots, len(rows))
         costs, overhead = self.costs(slots), budgets[0].overhead * slots
-        costs.update()
         if self._outside.mean > 0:
             overhead = min(overhead, self._outside.mean)
-        chosen = np.array([(budget.address, budget.unpaused_max_nodes, 0) for budget in budgets])
         first = 0 if self._pads else min(slots - 1, MAX_CHOSEN_NODES)
-        choose_batch_nodes(chosen, rows, slots, first, self._pads, overhead, costs.address, self.log.passes)
-        sizes = []
-        for budget, tree_probs, (size, max_nodes, paused_until) in zip(budgets, probs, chosen.tolist(), strict=True):
-            budget.apply_choice(max_nodes, paused_until)
-            if paused_until:
+        sizes, saved, pays, tries, plain = choose_nodes(rows, slots, first, self._pads, overhead, costs.address)
+        chosen = []
+        for budget, tree_probs, size, seconds in zip(budgets, probs, sizes.tolist(), saved.tolist(), strict=False):
+            # In a batch, few nodes of a tree pay, so a fast drafter is retried often.
+            max_pause = budget.retry_steps(plain / slots) if budget.draft_seconds > 0 else MAX_PAUSE_STEPS
+            budget.apply_choice(size, pays and size > 0, tries, seconds, max_pause)
+            if budget.paused_until:
                 del self._expected[budget]
-            sizes.append(min(len(tree_probs), size))
-        return sizes
+            chosen.append(min(len(tree_probs), size))
+        return chosen
 
     def _begin_step(self, drafting: float) -> None:
         """Begin a step if a pass has run; measure what the last step took besides its pass and its drafts."""
@@ -378,37 +303,13 @@ class SharedBudget(AdaptiveBudget):
 
     def __init__(self, shared_costs: SharedCosts, overhead: float = STEP_OVERHEAD) -> None:
         super().__init__(overhead, lambda: shared_costs.log.passes, shared_costs.costs(1))
-        self.shared_costs, self.overhead = shared_costs, overhead
-        # Compile ``choose_batch_nodes``, or load it from the cache, before the first step.
-        given = np.array([(self._at, MAX_CHOSEN_NODES, 0)]), np.zeros((1, MAX_CHOSEN_NODES))
-        choose_batch_nodes(*given, 1, 0, True, overhead, shared_costs.costs(1).address, 0)
-        self._record["pause"] = 0
+        self.shared_costs = shared_costs
 
-    def _learn(self) -> None:
-        log = self.shared_costs.log
-        self.shared_costs.costs(max(1, log.slots)).update()
+    def end_step(self) -> None:
+        self.shared_costs.learn()
 
     def choose_size(self, probs: Probs) -> int:
         return self.shared_costs.choose_sizes([self], [probs])[0]
-
-    @property
-    def address(self) -> int:
-        """Address of the budget's record."""
-        return self._at
-
-    @property
-    def unpaused_max_nodes(self) -> int:
-        """Maximum number of nodes worth drafting in a step, ignoring pauses."""
-        return self._max_nodes
-
-    @property
-    def draft_seconds(self) -> float:
-        """Seconds that the last draft took."""
-        return float(self._record["draft_seconds"])
-
-    def apply_choice(self, max_nodes: int, paused_until: int) -> None:
-        """Use these values, chosen by ``choose_batch_nodes``, from the next step on."""
-        self._max_nodes, self._paused_until = max_nodes, paused_until
 
 
 def choose_all_nodes(budgets: Sequence[Budget], probs: Sequence[Probs]) -> list[int]:
@@ -420,24 +321,26 @@ def choose_all_nodes(budgets: Sequence[Budget], probs: Sequence[Probs]) -> list[
 
 
 @compiled
-def choose_batch_nodes(
-    chosen: Ints, probs: Probs, slots: int, first: int, pads: bool, overhead: float, of_costs: int, step: int
-) -> None:
-    """Choose the sizes of the first ``len(chosen)`` trees in a batch, using the ``COSTS`` record at ``of_costs``.
+def choose_nodes(
+    probs: Probs, slots: int, first: int, pads: bool, overhead: float, of_costs: int
+) -> tuple[Ints, Probs, bool, bool, float]:
+    """Choose the sizes of the trees with these ``probs``, one row each, using the ``COSTS`` record at ``of_costs``.
 
-    ``probs`` has a row for each tree. Each row of ``chosen`` holds the address of a budget record and its
-    ``max_nodes``, and is overwritten with the number of nodes, the new ``max_nodes`` and the step in which drafting
-    resumes (0: no pause). A pass over ``slots`` sequences without nodes has ``first`` rows besides the first root.
+    A pass over ``slots`` sequences without nodes has ``first`` rows besides the first root.
+
+    Return ``(sizes, saved, pays, tries, plain)``: the sizes; the seconds that each tree saves, not counting the time of
+    the drafter; ``pays`` and ``tries`` as ``best_size`` does; and the seconds of a plain step.
     """
     costs = array_at(of_costs, 1, COSTS)[0]
-    trees, max_nodes = probs.shape[0], MAX_CHOSEN_NODES - first
+    (trees, columns), max_nodes = probs.shape, MAX_CHOSEN_NODES - first
+    columns = min(columns, MAX_CHOSEN_NODES)
     gain, owner, used = np.full(max_nodes + 1, float(slots)), np.zeros(max_nodes, np.int64), np.zeros(trees, np.int64)
     for nodes in range(max_nodes):
         added, best = 0.0, 0
         for tree in range(trees):
             if pads:
-                added += probs[tree, nodes]
-            elif used[tree] < MAX_CHOSEN_NODES and probs[tree, used[tree]] > added:
+                added += probs[tree, nodes] if nodes < columns else 0.0
+            elif used[tree] < columns and probs[tree, used[tree]] > added:
                 added, best = probs[tree, used[tree]], tree
         if added == 0:
             gain = gain[: nodes + 1]
@@ -450,12 +353,8 @@ def choose_batch_nodes(
         for node in range(size):
             used[owner[node]] += 1
     verified = max(1, used.sum())
-    for tree in range(len(chosen)):
-        choice, nodes = array_at(chosen[tree, 0], 1, BUDGET_RECORD)[0], used[tree]
-        paused_until = 0
-        if not tries:
-            saved = probs[tree, :nodes].sum() * (plain + overhead) / slots - (cost - plain) * nodes / verified
-            # In a batch, few nodes of a tree pay, so a fast drafter is retried often.
-            max_pause = retry_steps(choice, (plain + overhead) / slots) if choice.draft_seconds > 0 else MAX_PAUSE_STEPS
-            paused_until = decide_pause(choice, pays and nodes > 0, saved, max_pause, step)
-        chosen[tree, 0], chosen[tree, 1], chosen[tree, 2] = nodes, next_max_nodes(nodes, chosen[tree, 1]), paused_until
+    saved = np.zeros(trees)
+    for tree in range(trees):
+        saved[tree] = probs[tree, : used[tree]].sum() * (plain + overhead) / slots
+        saved[tree] -= (cost - plain) * used[tree] / verified
+    return used, saved, pays, tries, plain + overhead

@@ -24,9 +24,9 @@ from hdtool.runtime.config.source_names import plugins
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.tree import compile_trees
 from hdtool.runtime.core.walks import compile_walks
-from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.drafters.logitspec import LogitSpec
+from hdtool.runtime.drafters.published.hd_paper import PaperDrafter, lookahead_decoding
+from hdtool.runtime.drafters.published.logitspec import LogitSpec
 from hdtool.runtime.drafters.published.lookup_methods import CorpusDrafter, PromptLookup
 from hdtool.runtime.drafters.published.racer import Racer
 from hdtool.runtime.drafters.published.suffix_automaton import SamDecoding

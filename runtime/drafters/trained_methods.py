@@ -37,18 +37,17 @@ from hdtool.runtime.drafters.trained.assistant import (
     draft_model_drafter,
     load_assistant,
 )
+from hdtool.runtime.drafters.trained.checkpoints import (
+    DFLASH,
+    GEMMA_ASSISTANT,
+    SMALL_MODEL,
+    PublishedDrafter,
+    loaded_once,
+)
 from hdtool.runtime.drafters.trained.dflash import dflash_drafter, load_dflash
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter, mtp_layers_of
-from hdtool.runtime.drafters.trained.proposal import (
-    DFLASH,
-    GEMMA_ASSISTANT,
-    MAX_RANKINGS,
-    SMALL_MODEL,
-    PublishedDrafter,
-    best_paths,
-    loaded_once,
-)
+from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, best_paths
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter, TrainedDrafter
 
 if TYPE_CHECKING:
@@ -99,6 +98,7 @@ class StandaloneDrafter(BudgetedDrafter):
         return DraftTree.of(context[-1], tokens, parents[:size], self.trained.source), probs[:size]
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
+        super().observe(accepted, verified)
         self.trained.observe(accepted, verified)
 
 

@@ -19,7 +19,7 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.assistant import DraftModel, draft_model_drafter
-from hdtool.runtime.drafters.trained.proposal import LOADED_BY_TARGET
+from hdtool.runtime.drafters.trained.checkpoints import LOADED_BY_TARGET
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
 from hdtool.runtime.stores.store_set import StoreSet

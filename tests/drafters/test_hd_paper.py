@@ -17,7 +17,7 @@ from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, NO_TOKEN, DraftTree, Trie, sequences_of
-from hdtool.runtime.drafters.hd_paper import SEQUENCE_LENGTH, PaperDrafter, SequenceTable, lookahead_decoding
+from hdtool.runtime.drafters.published.hd_paper import SEQUENCE_LENGTH, PaperDrafter, SequenceTable, lookahead_decoding
 from tests.support.trees import check_integrity, path_to, tokens_to, trees
 
 Sequences = list[list[int]]

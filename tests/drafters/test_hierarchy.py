@@ -6,7 +6,6 @@ import random
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,14 +18,14 @@ from hdtool.builders.stores.build_engine import BuildEngine
 from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.budget.node_budget import FixedBudget, Probs
+from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import TIMED_EVERY, Hierarchy
-from hdtool.runtime.kernels.compiled import HAS_CLOCK
+from hdtool.runtime.kernels.compiled import HAS_CLOCK, Array
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.model_store import ModelStore
@@ -231,17 +230,14 @@ def test_a_smaller_tree_is_a_prefix_of_a_larger_one(tmp_path: Path) -> None:
 
 def test_no_drafting_costs_nothing_and_forgets_nothing() -> None:
     @dataclass
-    class Switch:
-        max_nodes: int
+    class Switch(Budget):
+        max_nodes: int = 0
 
         def choose_size(self, probs: Probs) -> int:
             return len(probs)
 
-        def set_draft_seconds(self, seconds: float) -> None:
-            pass
-
     context = [1, 2, 3, 4, 5] * 3
-    switch = Switch(0)
+    switch = Switch()
     idle, busy = Hierarchy(budget=switch), Hierarchy(budget=Switch(16))
     for hierarchy in (idle, busy):
         hierarchy.begin(context[:6])
@@ -286,12 +282,11 @@ def test_the_time_of_no_source_goes_down(monkeypatch: pytest.MonkeyPatch) -> Non
     hierarchy = Hierarchy()
     spent_in = [SourceId.MODEL] * TIMED_EVERY + [SourceId.CONTEXT] * TIMED_EVERY
 
-    def grow(addresses: Any, max_nodes: int) -> int:
+    def grow_all(addresses: Array, max_nodes: Array, grown: Array) -> None:
         hierarchy._laps[:] = 0
         hierarchy._laps[spent_in.pop(0)] = 1000
-        return 0
 
-    monkeypatch.setattr("hdtool.runtime.drafters.hierarchy.hierarchy.grow", grow)
+    monkeypatch.setattr("hdtool.runtime.drafters.hierarchy.hierarchy.grow_all", grow_all)
     monkeypatch.setattr("hdtool.runtime.drafters.hierarchy.hierarchy.HAS_CLOCK", True)
     before: dict[SourceId, float] = {}
     while spent_in:

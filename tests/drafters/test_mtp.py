@@ -21,6 +21,7 @@ from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import PassLog, Verified
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
+from hdtool.runtime.drafters.trained.checkpoints import LOADED_BY_TARGET
 from hdtool.runtime.drafters.trained.mtp import (
     MTP_CACHE_NAME,
     IteratedMtp,
@@ -29,7 +30,7 @@ from hdtool.runtime.drafters.trained.mtp import (
     mtp_layers_of,
     patterns_of,
 )
-from hdtool.runtime.drafters.trained.proposal import LOADED_BY_TARGET, PROB_BUCKETS
+from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
 from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.engines.cuda.drafter_layers import DrafterLayers

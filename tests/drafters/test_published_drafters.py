@@ -22,9 +22,9 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
+from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
 from hdtool.runtime.drafters.trained.dflash import without_norm
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
-from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
 from hdtool.runtime.drafters.trained_methods import published_drafter
 from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet

@@ -19,6 +19,7 @@ from hdtool.runtime.budget.measure_passes import (
     time_tree_passes,
 )
 from hdtool.runtime.budget.node_budget import (
+    Budget,
     FixedBudget,
     MeasuredBudget,
     Probs,
@@ -104,6 +105,7 @@ def test_estimated_costs_follow_measured_passes() -> None:
     sent = 7
     for _ in range(200):
         log.add(3.0 if sent else 1.0, sent)
+        budget.end_step()
         sent = budget.choose_size(probs) if budget.max_nodes else 0
     assert sent == 0
 
@@ -125,6 +127,7 @@ def test_a_pass_counts_for_the_nodes_that_it_verified(verified: int) -> None:
     assert budget.choose_size(np.full(7, 0.2)) == 7
     for _ in range(20):
         log.add(3.0, verified)
+        budget.end_step()
         assert budget.choose_size(np.full(7, 0.2)) == 7
 
 
@@ -192,6 +195,7 @@ def test_costs_follow_the_length_of_the_context() -> None:
     budget = budget_by(log, curve_of(FLAT, STEEP, contexts=(0, 1000)))
     assert budget.choose_size(np.full(8, 0.3)) == 8
     log.context = 1000
+    budget.end_step()
     assert budget.choose_size(np.full(8, 0.3)) == 0
 
 
@@ -201,6 +205,7 @@ def test_costs_of_a_batch_follow_the_length_of_the_contexts() -> None:
     probs = [np.full(8, 0.3)] * 4
     assert choose_all_nodes(budgets, probs) == [8] * 4
     log.context = 1000
+    budgets[0].end_step()
     assert choose_all_nodes(budgets, probs) == [0] * 4
 
 
@@ -271,9 +276,11 @@ def test_plain_passes_in_a_pause_correct_the_costs(slots: int) -> None:
     log = PassLog()
     budgets = together_by(log, {slots: curve_of([2 * seconds for seconds in STEEP])}, slots)
     for budget in budgets:
-        budget.apply_choice(8, log.passes + 20)  # a pause of 20 steps
+        budget.paused_until = log.passes + 20
     for _ in range(15):
         log.add(1.0, 0, slots)
+        for budget in budgets:
+            budget.end_step()
         assert not any(budget.max_nodes for budget in budgets)
     assert cost_of_plain(budgets[0].shared_costs.costs(slots)) == pytest.approx(1.0, rel=0.1)
 
@@ -287,6 +294,7 @@ def test_a_batch_confirms_what_a_plain_pass_takes() -> None:
     for _ in range(16):
         sizes.append(max([budget.choose_size(np.full(3, 0.9)) if budget.max_nodes else 0 for budget in budgets][1:]))
         log.add(4.1 if sizes[-1] else 0.5, sizes[-1], 4)
+        budgets[0].end_step()
     assert 0 in sizes[:2]
     assert sizes[-6:] == [0] * 6
 
@@ -403,6 +411,7 @@ def test_a_sequence_whose_drafts_bring_nothing_pauses_alone() -> None:
         probs = [np.full(3, 0.9 if place == 1 else 0.1) for place in drafting]
         sizes = choose_all_nodes([budgets[place] for place in drafting], probs)
         log.add(5.0, 3 + sum(sizes), 4)
+        budgets[0].end_step()
     assert awake[1] == 60
     assert max(awake[[0, 2, 3]]) < 20
 
@@ -414,12 +423,13 @@ def test_an_outlier_of_no_time_is_forgotten() -> None:
     assert seconds.mean > 0.5
 
 
-def verified(ask: Callable[[], int], log: PassLog, seconds: Callable[[int], float], steps: int) -> list[int]:
+def verified(budget: Budget, log: PassLog, probs: Probs, seconds: Callable[[int], float], steps: int) -> list[int]:
     """The nodes of each step, whose passes take other times than were measured before."""
     found = []
     for _ in range(steps):
-        found.append(ask())
+        found.append(budget.choose_size(probs) if budget.max_nodes else 0)
         log.add(seconds(found[-1]), found[-1])
+        budget.end_step()
     return found
 
 
@@ -428,11 +438,11 @@ def test_drafts_that_only_look_dear_are_tried() -> None:
     probs = np.full(3, 0.3)
     slow = [1.0, *[4.0] * (len(PASS_SIZES) - 1)]
     alone, log = budget_of(slow, is_confirmed=False)
-    found = verified(lambda: alone.choose_size(probs) if alone.max_nodes else 0, log, lambda nodes: 1.0, 60)
+    found = verified(alone, log, probs, lambda nodes: 1.0, 60)
     assert found[-20:] == [3] * 20
     log = PassLog()
     (one,) = together_by(log, {1: curve_of(slow)}, 1, is_confirmed=False)
-    found = verified(lambda: one.choose_size(probs) if one.max_nodes else 0, log, lambda nodes: 1.0, 60)
+    found = verified(one, log, probs, lambda nodes: 1.0, 60)
     assert found[-20:] == [3] * 20
 
 
@@ -440,9 +450,7 @@ def test_a_plain_pass_that_only_looks_slow_is_tried() -> None:
     """Drafts seem to bring 1.3 tokens for the time of one, but a plain pass takes half of that time."""
     budget, log = budget_of(FLAT, is_confirmed=False)
     probs = np.full(3, 0.1)
-    found = verified(
-        lambda: budget.choose_size(probs) if budget.max_nodes else 0, log, lambda nodes: 1.0 if nodes else 0.5, 200
-    )
+    found = verified(budget, log, probs, lambda nodes: 1.0 if nodes else 0.5, 200)
     assert found[-100:].count(0) > 90
 
 
@@ -452,9 +460,7 @@ def test_a_plain_pass_that_was_timed_on_a_busy_machine_is_corrected(wrong: float
     true = [0.5, 0.8, 1.0, 2.2, *[5.0] * (len(PASS_SIZES) - 4)]
     budget, log = budget_of([wrong, *true[1:]], is_confirmed=False)
     seconds = dict(zip(MEASURED_NODES, true, strict=True))
-    found = verified(
-        lambda: budget.choose_size(np.array([0.4])) if budget.max_nodes else 0, log, seconds.__getitem__, 300
-    )
+    found = verified(budget, log, np.array([0.4]), seconds.__getitem__, 300)
     assert found[-200:].count(0) > 190
 
 
@@ -462,10 +468,8 @@ def test_a_cost_that_rises_is_found_out_although_larger_passes_seemed_to_pay() -
     """A plain pass is timed again now and then, since passes over drafts tell nothing about it."""
     budget, log = budget_of(FLAT, is_confirmed=False)
     probs = np.full(3, 0.1)
-    verified(lambda: budget.choose_size(probs), log, lambda nodes: 1.0, 300)
-    found = verified(
-        lambda: budget.choose_size(probs) if budget.max_nodes else 0, log, lambda nodes: 1.0 if nodes else 0.5, 900
-    )
+    verified(budget, log, probs, lambda nodes: 1.0, 300)
+    found = verified(budget, log, probs, lambda nodes: 1.0 if nodes else 0.5, 900)
     assert found[-100:].count(0) > 90
 
 
@@ -474,13 +478,9 @@ def test_a_plain_pass_is_timed_again_when_passes_become_faster() -> None:
     budget, log = budget_of([2 * seconds for seconds in STEEP], is_confirmed=False)
     probs = np.array([0.4])
     true = dict(zip(MEASURED_NODES, STEEP, strict=True))
-
-    def ask() -> int:
-        return budget.choose_size(probs) if budget.max_nodes else 0
-
-    verified(ask, log, lambda nodes: 2 * true[nodes], 300)
+    verified(budget, log, probs, lambda nodes: 2 * true[nodes], 300)
     budget._costs._record["corrections"][1:4] /= 2  # passes with a node were faster first
-    found = verified(ask, log, true.__getitem__, 300)
+    found = verified(budget, log, probs, true.__getitem__, 300)
     assert found[-100:].count(0) > 90
 
 
@@ -488,13 +488,13 @@ def test_costs_that_passes_confirm_are_seldom_tried_again() -> None:
     steep, log = budget_of(STEEP, is_confirmed=False)
     probs = np.full(3, 0.3)
     rises = dict(zip(MEASURED_NODES, STEEP, strict=True))
-    found = verified(lambda: steep.choose_size(probs) if steep.max_nodes else 0, log, rises.__getitem__, 400)
+    found = verified(steep, log, probs, rises.__getitem__, 400)
     assert 3 <= sum(map(bool, found)) <= 9, "three for each size that may pay"
     flat, log = budget_of(FLAT, is_confirmed=False)
-    found = verified(lambda: flat.choose_size(probs), log, lambda nodes: 1.0, 400)
+    found = verified(flat, log, probs, lambda nodes: 1.0, 400)
     assert found.count(0) == 0, "clearly faster, whatever a plain pass takes"
     flat, log = budget_of(FLAT, is_confirmed=False)
-    found = verified(lambda: flat.choose_size(probs / 3), log, lambda nodes: 1.0, 400)
+    found = verified(flat, log, probs / 3, lambda nodes: 1.0, 400)
     assert 3 <= found.count(0) <= 6
 
 
@@ -517,7 +517,7 @@ def test_a_plain_pass_is_not_thought_slower_than_larger_ones() -> None:
     for _ in range(8):
         if budget.max_nodes:
             budget.choose_size(np.array([0.2]))
-    assert budget._record["saved_seconds"] < 0 or budget._record["pause"] > 0
+    assert budget._pause.saved < 0 or budget._pause.steps > 0
 
 
 def test_the_time_between_passes_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,7 +531,7 @@ def test_the_time_between_passes_is_measured(monkeypatch: pytest.MonkeyPatch) ->
         budget.choose_size(np.full(7, 0.9))
         log.add(1.0, 7)
         now[0] += 1.5
-    assert budget._record["overhead"] == pytest.approx(0.3, rel=0.1)
+    assert budget.overhead == pytest.approx(0.3, rel=0.1)
 
 
 def test_a_single_interruption_counts_little_in_an_average() -> None:

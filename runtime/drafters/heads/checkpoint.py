@@ -406,11 +406,6 @@ def kinds_for(method: str) -> tuple[str, ...]:
     return (HYDRA, HYDRA_PLUS) if kind == HYDRA else (kind,)
 
 
-def method_of(kind: str) -> str:
-    """Return the method that drafts only from heads of this kind."""
-    return HYDRA if kind == HYDRA_PLUS else kind
-
-
 def kind_of(folder: Path) -> str:
     return HeadsConfig.of_checkpoint(read_settings(folder)["heads"]).kind
 

@@ -11,7 +11,7 @@ from hdtool.runtime.drafters.heads.checkpoint import HydraHeads, MtpHeads, Saved
 from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, Module, ModulePasses
 from hdtool.runtime.drafters.trained.module_parts import TopTokens, topk_tokens
-from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration, Proposal
+from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration
 from hdtool.runtime.drafters.trained.sequential import (
     ROWS_PER_PASS,
     BlockDrafter,
@@ -42,7 +42,6 @@ class HeadsState(BlockDrafter):
     def __init__(self, saved: SavedHeads, target: Target, gate: Gate | None = None) -> None:
         assert isinstance(saved.heads, ParallelHeads)
         self.saved, self.heads = saved, (heads := saved.heads)
-        self.passes = 0
         if target.device.type == "cpu":
             compile_linear_layers(heads)
         columns = target.watch_hidden()
@@ -58,10 +57,6 @@ class HeadsState(BlockDrafter):
         )
         calibration = Calibration(saved.evaluation.odds or None, heads.config.heads)
         super().__init__(self.reading, calibration, columns, gate=gate)
-
-    def propose(self, max_nodes: int) -> Proposal:
-        self.passes += 1
-        return super().propose(max_nodes)
 
 
 def sequential_drafter(saved: SavedHeads, target: Target, gate: Gate | None = None) -> SequentialDrafter:

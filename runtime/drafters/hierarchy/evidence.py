@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -161,6 +162,23 @@ def _note(record: Any, position: int, tokens: Array, probs: Array) -> None:
     record["tokens"][position], record["shares"][position] = NO_CHAIN_TOKEN, 0
     record["tokens"][position, : len(tokens)], record["shares"][position, : len(tokens)] = tokens, probs * MILLION
     record["count"] = position + 1
+
+
+class Plugins:
+    """Sources of evidence written in Python, and the records of what they predict."""
+
+    def __init__(self, evidence: Mapping[SourceId, Evidence]) -> None:
+        self._evidence = dict(evidence)
+        self.records = prediction_records([*evidence, *[SourceId.NONE] * (MAX_PLUGINS - len(evidence))])
+        self.seconds = dict.fromkeys(evidence, 0.0)
+        """Seconds spent in each source."""
+
+    def predict(self, context: Sequence[int]) -> None:
+        """Update the records to what the plug-ins predict after a context."""
+        for record, (source, evidence) in zip(self.records, self._evidence.items(), strict=False):
+            started = time.perf_counter()
+            note_plugin(record, evidence, context)
+            self.seconds[source] += time.perf_counter() - started
 
 
 def note_plugin(record: Any, evidence: Evidence, context: Sequence[int]) -> None:

@@ -33,6 +33,7 @@ from hdtool.runtime.drafters.hierarchy.candidates import (
 from hdtool.runtime.drafters.hierarchy.evidence import position_after
 from hdtool.runtime.drafters.hierarchy.matches import matches_at, table_of
 from hdtool.runtime.drafters.hierarchy.rankings import near_at, weigh_agreement
+from hdtool.runtime.kernels.best_first import insert_best
 from hdtool.runtime.kernels.compiled import Ints, compiled, lap, start_clock
 from hdtool.runtime.stores.model_store import mix_hash
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
@@ -178,21 +179,11 @@ def _insert_paths(work: Any, node: int, size: int, max_nodes: int, bar: float) -
     for at in range(work.size):
         # Shares from a damaged store may exceed 1.
         probs = min(1.0, work.chances[at]) * work.probs[node]
-        if size < max_nodes:
-            index = size
-            size += 1
-        elif probs > bar:
-            index = size - 1
-        else:
-            continue
-        while index > node and work.best_probs[index - 1] < probs:
-            work.best_probs[index], work.best_keys[index] = work.best_probs[index - 1], work.best_keys[index - 1]
-            index -= 1
-        source = np.argmax(work.parts[at])
-        work.best_probs[index] = probs
-        work.best_keys[index] = source << 40 | node << 32 | work.candidates[at]
-        if size == max_nodes:
-            bar = work.best_probs[size - 1]
+        if size < max_nodes or probs > bar:
+            key = np.argmax(work.parts[at]) << 40 | node << 32 | work.candidates[at]
+            size = insert_best(work.best_probs, work.best_keys, probs, key, node, size, max_nodes)
+            if size == max_nodes:
+                bar = work.best_probs[size - 1]
     return size, bar
 
 

@@ -17,31 +17,19 @@ from hdtool.runtime.core.draws import ExponentialRace
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.hierarchy.candidates import (
-    ADDRESSES,
     MAX_HASHED_TOKENS,
-    MAX_SOURCE_ROWS,
-    NEAR_AT,
-    SOURCE_ROW,
-    TABLE_AT,
-    WEIGHTS_AT,
-    WORK_AT,
-    WORKSPACE,
     CompiledSource,
-    new_weights,
-    rows_of_weights,
 )
 from hdtool.runtime.drafters.hierarchy.evidence import (
-    MAX_PLUGINS,
     MODEL_SOURCE,
     PLUGIN_SOURCE,
     TRAINED_SOURCE,
+    Plugins,
     corpus_source,
     no_proposal,
-    note_plugin,
     note_proposal,
-    prediction_records,
 )
-from hdtool.runtime.drafters.hierarchy.growth import feed_token, grow, grow_all, restart
+from hdtool.runtime.drafters.hierarchy.growth import feed_token, grow_all, restart
 from hdtool.runtime.drafters.hierarchy.matches import (
     ANSWERS_LOG,
     CONTEXT_SOURCE,
@@ -51,6 +39,7 @@ from hdtool.runtime.drafters.hierarchy.matches import (
     STORED_LOG,
 )
 from hdtool.runtime.drafters.hierarchy.rankings import LAST_SOURCE, RECYCLED_SOURCE, SINGLE_TOKEN_SOURCE, Rankings
+from hdtool.runtime.drafters.hierarchy.records import Records
 from hdtool.runtime.drafters.trained.sequential import TrainedDrafter
 from hdtool.runtime.kernels.compiled import HAS_CLOCK, Array, SharedTime, Uncopyable
 from hdtool.runtime.stores.corpus_index import CorpusIndex, no_shards, range_record
@@ -95,81 +84,57 @@ class Hierarchy(Drafter, Uncopyable):
         Unless the drafter ``remembers`` them, recycled rankings are dropped when another conversation begins.
         ``sources`` maps further compiled sources to the records that they read.
         """
-        self._history = history
-        self._forgets = recycled and not remembers
-        self._prediction: TokenLog
         self.budget = budget or FixedBudget()
-        self._trained = trained
-        self._plugins = dict(plugins or {})
-        self._plugin_seconds = dict.fromkeys(self._plugins, 0.0)
+        self._history, self._forgets = history, recycled and not remembers
+        self._trained, self._plugins = trained, Plugins(plugins or {})
         self.context_table = ContextTable()
-        self._stores = model, corpus  # their arrays must outlive their addresses
-        self._shards = corpus.shards if corpus else no_shards()
-        ranges, self._range_bounds = range_record(self._shards)
-        self._rankings = rankings = Rankings(last=last, recycled=recycled, known=model.rankings if model else None)
-        self._proposed = no_proposal()
-        self._plugin_records = prediction_records(
-            [*self._plugins, *[SourceId.NONE] * (MAX_PLUGINS - len(self._plugins))]
-        )
-        self._lane = np.zeros(1, LANE)
-        self._matches: dict[int, Array] = {
-            row.name: np.zeros(1, MATCH_RECORD) for row in (CONTEXT_SOURCE, PREDICTION_SOURCE, HISTORY_SOURCE)
-        }
-        offered: dict[CompiledSource, tuple[Any, Array]] = {
-            TRAINED_SOURCE: (trained, self._proposed),
-            PLUGIN_SOURCE: (plugins, self._plugin_records),
-            CONTEXT_SOURCE: (context, self._matches[SourceId.CONTEXT]),
-            PREDICTION_SOURCE: (True, self._matches[SourceId.PREDICTION]),
-            HISTORY_SOURCE: (history, self._matches[SourceId.HISTORY]),
-            RECYCLED_SOURCE: (rankings.is_kept, rankings.recycled.record),
-            MODEL_SOURCE: (model, model_record(model)),
-            corpus_source(self._shards.tokens.dtype.name): (corpus, ranges),
-            SINGLE_TOKEN_SOURCE: (rankings.is_kept, rankings.recycled.record),
-            LAST_SOURCE: (last, rankings.last),
-        }
-        table = {**{source: (True, record) for source, record in (sources or {}).items()}, **offered}
-        work, self._learned = np.zeros(1, WORKSPACE), new_weights([*table])
-        self._weight_rows = rows_of_weights([*table])
-        self._rows = [
-            (source, source.row(self._weight_rows[source.name].start)) for source, (used, _) in table.items() if used
-        ]
-        self._source_table = np.zeros(MAX_SOURCE_ROWS, SOURCE_ROW)
-        self._records: dict[int, Array] = {source.name: record for source, (_, record) in reversed(table.items())}
-        self._records |= {
-            WORK_AT: work,
-            WEIGHTS_AT: self._learned,
-            NEAR_AT: rankings.near,
-            TABLE_AT: self._source_table,
-        }
-        assert all(record.flags.aligned for record in self._records.values())
-        self._addresses = np.zeros(ADDRESSES, np.int64)
-        for number, record in self._records.items():
-            self._addresses[number] = record.ctypes.data
-        self._at = self._addresses.ctypes.data
-        self.work = work
-        """The workspace of the last draft; ``WORKSPACE`` in ``candidates.py`` lists its fields."""
-        self._fill_in(work, context, vocabulary)
-        # These views are kept, because each access to a field of a record takes a tenth of a microsecond.
-        self._tokens, self._sources, self._probs = (work[field][0, 1:] for field in ("tokens", "sources", "probs"))
-        self._parents, self._depths, self._calibrated, self._root_and_probs = (
-            work[field][0] for field in ("tree_parents", "depths", "calibrated", "probs")
-        )
-        self._tails, self._timed, self._laps = work["tails"][0], work["timed"], work["laps"][0]
-        self._pending: list[int] = []
+        self._prediction: TokenLog
+        self._rankings = Rankings(last=last, recycled=recycled, known=model.rankings if model else None)
+        self._records = self._new_records(model, corpus, context, sources or {})
+        self._fill_in(context, vocabulary)
         self._nodes = 0
         """Number of nodes in the last tree; 0 if the verified rows may not belong to these nodes."""
-        self._joint_drafters: tuple[list[Hierarchy], Array] | None = None
-        """The drafters passed to the last ``draft_many``, and their addresses; None before the first call."""
+        self._pending: list[int] = []
         self._drafts, self._learning_seconds = 0, 0.0
         self._cost, self._time = SmoothedSeconds(), SharedTime(len(SourceId))
         # Compile the code, or load it from the cache, before the first step.
         self.predict((0,))
         self.begin(())
-        grow_all(np.array([self._at]), np.array([1]), np.zeros(1, np.int64))
-        grow(self._at, 1)
+        grow_all(np.array([self.address]), np.array([1]), np.zeros(1, np.int64))
         cast(Any, feed_token).compile((types.int64, types.int64))
 
-    def _fill_in(self, work: Array, context: bool, vocabulary: int) -> None:
+    def _new_records(
+        self,
+        model: ModelStore | None,
+        corpus: CorpusIndex | None,
+        context: bool,
+        further: Mapping[CompiledSource, Array],
+    ) -> Records:
+        self._stores = model, corpus  # their arrays must outlive their addresses
+        self._shards = corpus.shards if corpus else no_shards()
+        ranges, self._range_bounds = range_record(self._shards)
+        self._proposed, self._lane = no_proposal(), np.zeros(1, LANE)
+        self._matches: dict[int, Array] = {
+            row.name: np.zeros(1, MATCH_RECORD) for row in (CONTEXT_SOURCE, PREDICTION_SOURCE, HISTORY_SOURCE)
+        }
+        rankings = self._rankings
+        offered: dict[CompiledSource, tuple[Any, Array]] = {
+            TRAINED_SOURCE: (self._trained, self._proposed),
+            PLUGIN_SOURCE: (self._plugins.seconds, self._plugins.records),
+            CONTEXT_SOURCE: (context, self._matches[SourceId.CONTEXT]),
+            PREDICTION_SOURCE: (True, self._matches[SourceId.PREDICTION]),
+            HISTORY_SOURCE: (self._history, self._matches[SourceId.HISTORY]),
+            RECYCLED_SOURCE: (rankings.is_kept, rankings.recycled.record),
+            MODEL_SOURCE: (model, model_record(model)),
+            corpus_source(self._shards.tokens.dtype.name): (corpus, ranges),
+            SINGLE_TOKEN_SOURCE: (rankings.is_kept, rankings.recycled.record),
+            LAST_SOURCE: (rankings.uses_last, rankings.last),
+        }
+        return Records({**{source: (True, record) for source, record in further.items()}, **offered}, rankings.near)
+
+    def _fill_in(self, context: bool, vocabulary: int) -> None:
+        self.work = work = self._records.work
+        """The workspace of the last draft; ``WORKSPACE`` in ``candidates.py`` lists its fields."""
         sizes = [store.manifest.tokenizer.vocab_size for store in self._stores if store]
         work["vocabulary"] = min([vocabulary, *sizes])
         self._matches[SourceId.CONTEXT]["log"][0, ANSWERS_LOG] = self.context_table.memory.ctypes.data
@@ -181,11 +146,17 @@ class Hierarchy(Drafter, Uncopyable):
         work["has_context"] = context
         work["hashed"] = MAX_HASHED_TOKENS if self._rankings.is_kept or self._stores[0] else CHAIN_LENGTHS[LONG_CHAIN]
         work["instant_at"] = work["instant"].ctypes.data
+        # These views are kept, because each access to a field of a record takes a tenth of a microsecond.
+        self._tokens, self._sources, self._probs = (work[field][0, 1:] for field in ("tokens", "sources", "probs"))
+        self._parents, self._depths, self._calibrated, self._root_and_probs = (
+            work[field][0] for field in ("tree_parents", "depths", "calibrated", "probs")
+        )
+        self._tails, self._timed, self._laps = work["tails"][0], work["timed"], work["laps"][0]
 
     @property
     def address(self) -> int:
         """Address of the drafter's array of addresses, for compiled code that grows several trees."""
-        return self._at
+        return self._records.address
 
     @property
     def shards(self) -> int:
@@ -199,12 +170,12 @@ class Hierarchy(Drafter, Uncopyable):
 
     def weights(self, source: SourceId) -> Any:
         """Return the learned weights of a source, by n-gram order and bucket of evidence; see ``candidates.py``."""
-        return self._learned["weight"][0, self._weight_rows[source]]
+        return self._records.weights["weight"][0, self._records.rows_of[source]]
 
     @property
     def learned(self) -> Any:
         """The record of all learned weights; see ``WEIGHTS`` in ``candidates.py``."""
-        return self._learned[0]
+        return self._records.weights[0]
 
     @property
     def seconds(self) -> dict[SourceId, float]:
@@ -213,7 +184,7 @@ class Hierarchy(Drafter, Uncopyable):
         if any(parts):
             if self._trained:
                 parts[self._trained.source] += self._trained.seconds
-            for number, seconds in self._plugin_seconds.items():
+            for number, seconds in self._plugins.seconds.items():
                 parts[number] += seconds
         return {SourceId(source): part for source, part in enumerate(parts) if part}
 
@@ -228,8 +199,8 @@ class Hierarchy(Drafter, Uncopyable):
         if self._history:
             self._history.start(self._lane, prompt, new)
             self._matches[SourceId.HISTORY]["owner"] = self._lane["owner"]
-        self._use_rows(prediction=False)
-        restart(self._at, np.array(prompt[-MAX_MATCH_TOKENS:], np.int64))
+        self._records.use(prediction=False)
+        restart(self.address, np.array(prompt[-MAX_MATCH_TOKENS:], np.int64))
 
     def predict(self, prediction: Sequence[int]) -> None:
         self._prediction = log = TokenLog(size=1 << (len(prediction) + 2 * LOG_BLOCK).bit_length())
@@ -237,13 +208,7 @@ class Hierarchy(Drafter, Uncopyable):
         log.start(lane, tail[tail >= 0])
         log.append(lane, prediction)
         self._matches[SourceId.PREDICTION]["log"][0, ANSWERS_LOG] = address_of(log.memory)
-        self._use_rows(prediction=True)
-
-    def _use_rows(self, *, prediction: bool) -> None:
-        """Fill the table of sources, with or without the prediction source."""
-        rows = [row for source, row in self._rows if prediction or source is not PREDICTION_SOURCE]
-        self._source_table[: len(rows)] = rows
-        self.work["rows"] = len(rows)
+        self._records.use(prediction=True)
 
     def end(self) -> None:
         self._catch_up()
@@ -264,16 +229,7 @@ class Hierarchy(Drafter, Uncopyable):
         self._nodes = 0
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        max_nodes = self.prepare(context)
-        if not max_nodes:
-            return DraftTree.bare(context[-1])
-        started = time.perf_counter()
-        grown = grow(self._at, max_nodes)
-        seconds = time.perf_counter() - started
-        self._note_growing(seconds)
-        self._note_cost(seconds)
-        self.budget.set_draft_seconds(self._cost.mean)
-        return self._verified_part(context, self.budget.choose_size(self._calibrated[:grown]))
+        return self.draft_many((self,), (context,))[0]
 
     @property
     def joint(self) -> Hashable:
@@ -281,30 +237,22 @@ class Hierarchy(Drafter, Uncopyable):
 
     def draft_many(self, drafters: Sequence[Hierarchy], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
         """Grow the trees of several ``Hierarchy`` drafters in one compiled call."""
-        began = time.perf_counter()
-        if self._joint_drafters is None or self._joint_drafters[0] != drafters:
-            self._joint_drafters = list(drafters), np.array([drafter.address for drafter in drafters])
         max_nodes = [drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)]
         drafting = [index for index, wanted in enumerate(max_nodes) if wanted]
         trees = [DraftTree.bare(context[-1]) for context in contexts]
         if not drafting:
             return trees
         grown, started = np.zeros(len(max_nodes), np.int64), time.perf_counter()
-        grow_all(self._joint_drafters[1], np.array(max_nodes), grown)
-        each = (time.perf_counter() - started) / len(drafting)
+        grow_all(np.array([drafter.address for drafter in drafters]), np.array(max_nodes), grown)
+        seconds = (time.perf_counter() - started) / len(drafting)
         budgets, probs = [], []
         for index in drafting:
             drafter = drafters[index]
-            drafter._note_growing(each)
-            drafter.budget.set_draft_seconds(drafter._cost.mean)
+            drafter._note_growing(seconds)
             budgets.append(drafter.budget)
             probs.append(drafter._calibrated[: grown[index]])
         for index, size in zip(drafting, choose_all_nodes(budgets, probs), strict=True):
             trees[index] = drafters[index]._verified_part(contexts[index], size)
-        # Count the whole call: the rest of it takes as long as growing small trees.
-        each = (time.perf_counter() - began) / len(drafting)
-        for index in drafting:
-            drafters[index]._note_cost(each)
         return trees
 
     def prepare(self, context: Sequence[int]) -> int:
@@ -317,8 +265,7 @@ class Hierarchy(Drafter, Uncopyable):
         self.work["position"] = len(context)
         if self._trained and self._trained.begin_draft():
             note_proposal(self._proposed[0], self._trained.source, self._trained.propose(max_nodes))
-        if self._plugins:
-            self._note_plugins(context)
+        self._plugins.predict(context)
         if self._drafts % TIMED_EVERY == 0:
             self._timed[0] = HAS_CLOCK
         self._drafts += 1
@@ -330,10 +277,9 @@ class Hierarchy(Drafter, Uncopyable):
         if self._timed[0]:
             self._time.add_laps(self._laps)
             self._timed[0] = False
-
-    def _note_cost(self, seconds: float) -> None:
         # Include the time to learn from the last step, which only drafting needs.
         self._cost.observe(seconds + self._learning_seconds)
+        self.budget.set_draft_seconds(self._cost.mean)
 
     def _verified_part(self, context: Sequence[int], size: int) -> DraftTree:
         """Return the part of the grown tree that will be verified: its first ``size`` nodes."""
@@ -342,12 +288,6 @@ class Hierarchy(Drafter, Uncopyable):
             return DraftTree.bare(context[-1])
         parts = self._tokens, self._parents, self._sources
         return DraftTree(context[-1], *[part[:size].copy() for part in parts])
-
-    def _note_plugins(self, context: Sequence[int]) -> None:
-        for slot, (number, evidence) in enumerate(self._plugins.items()):
-            started = time.perf_counter()
-            note_plugin(self._plugin_records[slot], evidence, context)
-            self._plugin_seconds[number] += time.perf_counter() - started
 
     @property
     def reads_logits(self) -> bool:
@@ -358,6 +298,7 @@ class Hierarchy(Drafter, Uncopyable):
         return self._rankings.max_ranked
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
+        self.budget.end_step()
         if self._trained:
             self._trained.observe(accepted, verified)
         is_current = not self._pending  # otherwise, the workspace belongs to an earlier context than the logits
@@ -380,5 +321,5 @@ class Hierarchy(Drafter, Uncopyable):
     def _catch_up(self) -> None:
         """Learn from the tokens emitted since the last call; this is postponed while the budget allows no drafts."""
         for token in self._pending:
-            feed_token(self._at, token)
+            feed_token(self._records.address, token)
         self._pending.clear()

@@ -71,7 +71,7 @@ class Rankings(Uncopyable):
         """``known`` holds rankings after single tokens, for use from the first step on."""
         self.last, self.near = prediction_records([SourceId.LAST]), prediction_records([SourceId.RECYCLED])
         self.recycled = RecycledRankings()
-        self._uses_last, self._uses_recycled = last, recycled
+        self.uses_last, self._uses_recycled = last, recycled
         self.uses_logits, self.is_kept = last or recycled, recycled or known is not None
         self._known = known
         self.forget()
@@ -83,7 +83,7 @@ class Rankings(Uncopyable):
     @property
     def max_ranked(self) -> int:
         """Number of top logits that the sources read from each row."""
-        return MAX_PREDICTED_TOKENS + 1 if self._uses_last else RANKING_TOKENS * self._uses_recycled
+        return MAX_PREDICTED_TOKENS + 1 if self.uses_last else RANKING_TOKENS * self._uses_recycled
 
     def forget(self) -> None:
         """Drop the rankings of earlier answers; known rankings stay."""
@@ -95,7 +95,7 @@ class Rankings(Uncopyable):
         """Read the logits of the root and each node; if ``nodes`` is None, only those after the last accepted token."""
         if not len(verified):
             return
-        if self._uses_last:
+        if self.uses_last:
             row = accepted.path[-1] + 1 if accepted.path else 0
             tokens, scores = verified.topk(MAX_PREDICTED_TOKENS + 1, slice(row, row + 1))
             note_last_ranking(self.last[0], accepted.tokens[-1], tokens[0], scores[0])

@@ -37,6 +37,9 @@ class BudgetedDrafter(Drafter):
         """Return a tree, and for each node the probability that its path is accepted, in descending order."""
         raise NotImplementedError
 
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
+        self.budget.end_step()
+
 
 class KindsDrafter(BudgetedDrafter):
     """Drafts nodes of several kinds; the acceptance rate of a node depends on its kind and depth."""
@@ -69,6 +72,7 @@ class KindsDrafter(BudgetedDrafter):
         raise NotImplementedError
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
+        super().observe(accepted, verified)
         tree = self._tree
         if len(verified) == len(tree) + 1:  # else the tree was clipped and its nodes differ
             self._rates.learn_tree(self._classes[: len(tree)], tree, accepted.path)

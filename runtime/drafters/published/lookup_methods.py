@@ -105,6 +105,7 @@ class PromptLookup(BudgetedDrafter):
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         """Update the rates, also for candidates that were not drafted: the answer shows if the model accepts them."""
+        super().observe(accepted, verified)
         compared = min(len(self._chain), len(accepted.tokens))
         agrees = self._chain[:compared] == accepted.tokens[:compared]
         classes = self._matched + np.arange(compared)

@@ -23,6 +23,7 @@ from hdtool.runtime.drafters.published.token_recycling import (
     RECYCLED_PER_TOKEN,
     RecyclingDrafter,
 )
+from hdtool.runtime.kernels.best_first import insert_best
 from hdtool.runtime.kernels.compiled import Ints, compiled
 
 NGRAM_LENGTH = 10
@@ -178,7 +179,7 @@ def _enter(trie: Any, node: int) -> None:
 def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
     """Write the most frequent continuations of all matches to ``rows`` and ``lengths``; return their number."""
     max_rows = len(rows)
-    nodes, counts = np.empty(max_rows, np.int64), np.empty(max_rows, np.int64)
+    keys, counts = np.empty(max_rows, np.int64), np.empty(max_rows, np.int64)
     size = 0
     for length in range(len(tail), MIN_MATCH_TOKENS - 1, -1):
         match = ROOT_NODE
@@ -189,9 +190,9 @@ def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
         if match == NO_NODE:
             continue
         _touch_path(trie, match)
-        size = _collect(trie, match, length, nodes, counts, lengths, size)
+        size = _collect(trie, match, keys, counts, size)
     for row in range(size):
-        node = nodes[row]
+        lengths[row], node = keys[row] >> 32, keys[row] & 0xFFFFFFFF
         for depth in range(lengths[row] - 1, -1, -1):
             rows[row, depth] = trie.tokens[node]
             node = trie.parents[node]
@@ -199,12 +200,12 @@ def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
 
 
 @compiled
-def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, lengths: Ints, size: int) -> int:
-    """Merge the nodes below a match into ``nodes``, which keeps those with the highest counts; return its size.
+def _collect(trie: Any, match: int, keys: Ints, counts: Ints, size: int) -> int:
+    """Merge the nodes below a match into ``keys``, which keeps those with the highest counts; return its size.
 
-    Among nodes with equal counts, the shallower one comes first.
+    A key is a node's depth below the match and the node, packed. Of nodes with equal counts, the shallower comes first.
     """
-    max_rows = len(nodes)
+    max_rows = len(keys)
     waiting, depths = np.empty(MAX_TRIE_NODES, np.int64), np.empty(MAX_TRIE_NODES, np.int64)
     waiting[0], depths[0] = match, 0
     read, written = 0, 1
@@ -215,13 +216,7 @@ def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, len
         while child != NO_NODE:
             count = trie.counts[child]
             if size < max_rows or count > counts[size - 1]:
-                index = size if size < max_rows else size - 1
-                size = min(size + 1, max_rows)
-                while index > 0 and counts[index - 1] < count:
-                    nodes[index], counts[index] = nodes[index - 1], counts[index - 1]
-                    lengths[index] = lengths[index - 1]
-                    index -= 1
-                nodes[index], counts[index], lengths[index] = child, count, depth
+                size = insert_best(counts, keys, count, depth << 32 | np.int64(child), 0, size, max_rows)
                 waiting[written], depths[written] = child, depth
                 written += 1
             child = trie.next[child]

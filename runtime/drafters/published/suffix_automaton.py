@@ -244,6 +244,7 @@ class SamDecoding(BudgetedDrafter):
             return chain_of(context[-1], chain), np.cumprod(self._rates[np.zeros(len(chain), np.int64)])
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
+        super().observe(accepted, verified)
         with self._timing(SourceId.CONTEXT):
             self._rates.learn_chain(np.zeros(self._drafted, np.int64), len(accepted.path))
             self._automaton.extend(accepted.tokens)

@@ -18,7 +18,7 @@ from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.engine_interface import Verified
-from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.published.budgeted import BudgetedDrafter
 from hdtool.runtime.drafters.published.suffix_automaton import (
     LAST_STATE,
@@ -28,10 +28,13 @@ from hdtool.runtime.drafters.published.suffix_automaton import (
     SuffixAutomaton,
     advance,
 )
+from hdtool.runtime.kernels.best_first import insert_best
 from hdtool.runtime.kernels.compiled import Ints, compiled
 
 MAX_MATCH_TOKENS = 64
 """Maximum match length in tokens."""
+EDGE_BITS = 32
+EDGE_MASK = (1 << EDGE_BITS) - 1
 MAX_KEPT_TOKENS = 1 << 20
 """Number of tokens of earlier answers beyond which these answers are discarded before the next one."""
 
@@ -53,10 +56,9 @@ DEFAULT_SUFFIX_CONFIG = SuffixConfig()
 class FoundTree(NamedTuple):
     """Buffers for the nodes of a tree, most probable first."""
 
-    tokens: Ints
-    parents: Ints
     probs: npt.NDArray[np.float64]
-    states: Ints
+    keys: Ints
+    """Number of the parent, counted from 1, and edge to the node's state, packed; the root is parent 0."""
 
 
 class SuffixDecoding(BudgetedDrafter):
@@ -99,10 +101,13 @@ class SuffixDecoding(BudgetedDrafter):
                     size, source = size_of_earlier, SourceId.HISTORY
                 else:
                     self._best, self._other = self._other, self._best
-        tokens, parents, probs, _ = self._best
-        return DraftTree.of(context[-1], tokens[:size], parents[:size], source), probs[:size]
+        probs, keys = self._best
+        labels = (self._context if source == SourceId.CONTEXT else self._answers).arrays.labels
+        tree = DraftTree.of(context[-1], labels[keys[:size] & EDGE_MASK], (keys[:size] >> EDGE_BITS) - 1, source)
+        return tree, probs[:size]
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
+        super().observe(accepted, verified)
         with self._timing(SourceId.CONTEXT):
             self._context.extend(accepted.tokens)
         if self._remembers:
@@ -121,8 +126,7 @@ class SuffixDecoding(BudgetedDrafter):
 
 
 def _no_nodes() -> FoundTree:
-    size = LARGEST_TREE
-    return FoundTree(np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(size), np.zeros(size, np.int64))
+    return FoundTree(np.zeros(LARGEST_TREE), np.zeros(LARGEST_TREE, np.int64))
 
 
 @compiled
@@ -159,28 +163,20 @@ def _best_tree(
 @compiled
 def _expand(automaton: Automaton, state: Any, max_nodes: int, min_prob: float, found: FoundTree) -> int:
     """Write the ``max_nodes`` most probable nodes below a state to ``found``; return their number."""
-    tokens, parents, probs, states = found
+    probs, keys = found
     size = node = 0
-    parent, prob, at = np.int64(ROOT), 1.0, np.int64(state)
+    prob, at = 1.0, np.int64(state)
     while True:
-        edge = automaton.edges[at]
+        edge = np.int64(automaton.edges[at])
         unit = prob / automaton.counts[at]
         while edge != NO_STATE:
-            target = automaton.targets[edge]
-            chance = unit * automaton.counts[target]
-            if chance >= min_prob and (size < max_nodes or chance > probs[size - 1]):
-                index = size if size < max_nodes else size - 1
-                size = min(size + 1, max_nodes)
-                while index > node and probs[index - 1] < chance:
-                    tokens[index], parents[index] = tokens[index - 1], parents[index - 1]
-                    probs[index], states[index] = probs[index - 1], states[index - 1]
-                    index -= 1
-                tokens[index], parents[index] = automaton.labels[edge], parent
-                probs[index], states[index] = chance, target
-            edge = automaton.nexts[edge]
+            chance = unit * automaton.counts[automaton.targets[edge]]
+            if chance >= min_prob:
+                size = insert_best(probs, keys, chance, node << EDGE_BITS | edge, node, size, max_nodes)
+            edge = np.int64(automaton.nexts[edge])
         if node == size:
             return size
-        parent, prob, at = np.int64(node), probs[node], np.int64(states[node])
+        prob, at = probs[node], np.int64(automaton.targets[keys[node] & EDGE_MASK])
         node += 1
         if node == max_nodes:
             return size

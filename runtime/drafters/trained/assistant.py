@@ -15,8 +15,9 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.prefix_cache import common_prefix_length
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
+from hdtool.runtime.drafters.trained.checkpoints import loaded_once
 from hdtool.runtime.drafters.trained.module_parts import TopTokens, topk_tokens
-from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, loaded_once
+from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
 from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, NO_RANKING, ROWS_PER_PASS, Ranked, SequentialDrafter
 from hdtool.runtime.target.load import load
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from hdtool.runtime.budget.gate import Gate
     from hdtool.runtime.caches.slots import Slot
-    from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
+    from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
     from hdtool.runtime.target.target import Target
 
 

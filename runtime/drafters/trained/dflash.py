@@ -23,7 +23,7 @@ from hdtool.runtime.program.mixer_parts import epsilon_of
 
 if TYPE_CHECKING:
     from hdtool.runtime.budget.gate import Gate
-    from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
+    from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
     from hdtool.runtime.target.target import Target
 
 

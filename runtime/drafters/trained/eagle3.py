@@ -12,9 +12,10 @@ from torch import nn
 
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
+from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses
 from hdtool.runtime.drafters.trained.module_parts import Norm, topk_tokens
-from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, PublishedDrafter
+from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
 from hdtool.runtime.model.pass_inputs import FULL, AttentionWindow, CacheRows
 from hdtool.runtime.program.model_families import LLAMA
 from hdtool.runtime.program.model_parts import LayerParts, ModelParts

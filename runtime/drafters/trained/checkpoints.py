@@ -1,0 +1,128 @@
+"""Checkpoints of published drafters, and what is loaded only once for each target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn import Module
+
+from hdtool.data.errors import HeadsError, error_reason
+from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.weights.checkpoint_identity import place_of
+
+if TYPE_CHECKING:
+    from hdtool.runtime.target.target import Target
+
+Loaded = TypeVar("Loaded")
+LOADED_BY_TARGET: WeakKeyDictionary[Target, dict[str, Any]] = WeakKeyDictionary()
+"""Results of ``loaded_once`` by target and name."""
+
+
+def loaded_once(target: Target, name: str, load: Callable[[], Loaded]) -> Loaded:
+    """Return the result of ``load``, which is called only once for each target and name."""
+    loaded = LOADED_BY_TARGET.setdefault(target, {})
+    if name not in loaded:
+        loaded[name] = load()
+    return cast(Loaded, loaded[name])
+
+
+EAGLE3, DFLASH, GEMMA_ASSISTANT, SMALL_MODEL = "EAGLE-3", "DFlash", "assistant", "model"
+"""Kinds of published drafters; ``SMALL_MODEL`` is any small language model."""
+UNSUPPORTED_KINDS = {
+    "eagle": "an EAGLE drafter of an earlier kind",
+    "medusa": "a set of Medusa heads",
+    "peagle": "a P-EAGLE drafter",
+}
+"""Descriptions of unsupported drafters, by a word in the name of their class."""
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class PublishedDrafter:
+    """The checkpoint of a drafter, given by its folder or its name on the Hugging Face Hub."""
+
+    name: str
+    folder: Path
+    settings: dict[str, Any]
+
+    @classmethod
+    def named(cls, name: str) -> PublishedDrafter:
+        folder = place_of(ModelConfig(name), (CONFIG_FILE,), weights=True)
+        try:
+            settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+            return cls(name, folder, dict(settings))
+        except (OSError, ValueError) as error:
+            raise HeadsError(
+                f"drafter {name} cannot be read ({CONFIG_FILE}: {error_reason(error)}): download it again"
+            ) from error
+
+    @property
+    def kind(self) -> str:
+        """The kind of drafter; raises HeadsError if it is not supported."""
+        classes = " ".join(map(str, self.settings.get("architectures") or ())).lower()
+        speculator = str(self.settings.get("speculators_model_type", "")).lower()
+        if "eagle3" in classes or speculator == "eagle3":
+            return EAGLE3
+        if "dflash" in classes + speculator or {"target_layer_ids", "block_size"} <= self.settings.keys():
+            return DFLASH
+        if "assistantforcausallm" in classes:
+            return GEMMA_ASSISTANT
+        for word, kind in UNSUPPORTED_KINDS.items():
+            if word in classes + speculator:
+                raise HeadsError(f"drafter {self.name} is {kind}, which is not supported: name another one")
+        return SMALL_MODEL
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Load all tensors of the checkpoint into host memory."""
+        from safetensors.torch import load_file
+
+        by_name: dict[str, torch.Tensor] = {}
+        files = sorted([*self.folder.glob("*.safetensors"), *self.folder.glob("pytorch_model*.bin")])
+        if any(file.suffix == ".safetensors" for file in files):
+            files = [file for file in files if file.suffix == ".safetensors"]
+        try:
+            for file in files:
+                by_name |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+        except Exception as error:  # damaged files raise many kinds
+            reason = error_reason(error).split(". ")[0]
+            raise HeadsError(
+                f"drafter {self.name} cannot be read ({file.name}: {reason}): download it again"
+            ) from error
+        if not by_name:
+            raise HeadsError(f"drafter {self.name} has no weights in {self.folder}: download it again")
+        return by_name
+
+    def pretrained(self, auto: Any) -> Any:
+        """Load the checkpoint by one of transformers' ``Auto`` classes."""
+        try:
+            return auto.from_pretrained(self.folder, trust_remote_code=False)
+        except Exception as error:  # the library raises many kinds
+            raise HeadsError(
+                f"drafter {self.name} cannot be loaded ({error_reason(error)}): name another one"
+            ) from error
+
+    def require_width(self, width: int | None, target: Target) -> None:
+        """Raise HeadsError unless ``width`` is that of the target's hidden states."""
+        if width != (required := int(target.config.hidden_size)):
+            raise HeadsError(
+                f"drafter {self.name} is for a model of width {width}, and this one has {required}: name a drafter of "
+                "this model"
+            )
+
+    def fill(self, module: Module, tensors: dict[str, torch.Tensor]) -> None:
+        """Load a module's parameters from ``tensors``; raise HeadsError if one is missing or has a different shape."""
+        parameters = {name: tensor for name, tensor in module.state_dict().items() if tensor is not None}
+        missing = sorted(parameters.keys() - tensors.keys())
+        mismatched = sorted(
+            name for name in parameters.keys() & tensors.keys() if parameters[name].shape != tensors[name].shape
+        )
+        if missing or mismatched:
+            what = f"lacks {missing[0]}" if missing else f"has another shape of {mismatched[0]}"
+            raise HeadsError(f"drafter {self.name} {what}, so it is of a kind that is not supported: name another one")
+        module.load_state_dict({name: tensors[name] for name in parameters})
