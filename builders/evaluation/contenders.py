@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish, Step, room_for
 from hdtool.runtime.core.session import decode
-from hdtool.runtime.drafters.methods import budget_for, drafter_with_budget, shared_costs_for
+from hdtool.runtime.drafters.methods import DrafterMaker
 from hdtool.runtime.generation.grammar import Guide, guided_drafter, masks_of
 from hdtool.runtime.generation.settings import refuse_settings
 from hdtool.runtime.generation.text_stream import text_of
@@ -40,12 +40,10 @@ class FreshDrafters:
     """Makes drafters with new, empty histories, which share the measured costs of forward passes."""
 
     def __init__(self, target: Target, store_set: StoreSet) -> None:
-        self._target, self._store_set = target, store_set
-        self._costs = cache(partial(shared_costs_for, target, {1}))
+        self._drafters, self._store_set = DrafterMaker(target, {1}), store_set
 
     def __call__(self, config: DecodeConfig) -> Drafter:
-        stores = with_own_history(self._store_set, config)
-        return drafter_with_budget(lambda: budget_for(config, self._costs), config, stores, self._target)
+        return self._drafters.make(config, with_own_history(self._store_set, config))
 
 
 def has_history(config: DecodeConfig) -> bool:

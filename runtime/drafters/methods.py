@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from hdtool.data.errors import StoreError
 from hdtool.runtime.budget.cost_curve import CostCurve
@@ -74,17 +74,20 @@ def drafter_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> Dr
 
 def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> list[Drafter]:
     """Return a drafter for each conversation of a batch; passes are timed once for all drafters."""
-    batch = config.batch_size
-
-    @cache
-    def shared_costs() -> SharedCosts:
-        return shared_costs_for(target, {batch})
-
-    def budget() -> Budget:
-        return budget_for(config, shared_costs)
-
+    drafters = DrafterMaker(target, {config.batch_size})
     stores = store_set if store_set.history else store_set.with_history(config, lambda: fingerprint(target.model))
-    return [drafter_with_budget(budget, config, stores, target) for _ in range(batch)]
+    return [drafters.make(config, stores) for _ in range(config.batch_size)]
+
+
+class DrafterMaker:
+    """Makes drafters for answers of a target, which share the measured costs of its passes."""
+
+    def __init__(self, target: Target, sizes: Collection[int]) -> None:
+        """``sizes`` are the numbers of answers for which passes are timed, when a drafter first needs their costs."""
+        self._target, self._costs = target, cache(partial(shared_costs_for, target, sizes))
+
+    def make(self, config: DecodeConfig, stores: StoreSet) -> Drafter:
+        return drafter_with_budget(partial(budget_for, config, self._costs), config, stores, self._target)
 
 
 def shared_costs_for(target: Target, sizes: Collection[int]) -> SharedCosts:

@@ -10,6 +10,7 @@ import pytest
 from hdtool.data.errors import PromptError
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import SamplingConfig
+from hdtool.runtime.drafters.published.lookup_methods import PromptLookup
 from hdtool.runtime.integrations.server.preparation import Preparer
 from hdtool.runtime.integrations.server.requests import CompletionRequest
 from hdtool.runtime.integrations.server.scheduler import AnswerJob, EngineError, OverloadError, Scheduler, Tenants
@@ -43,9 +44,9 @@ def test_more_answers_than_may_ever_wait_are_refused_for_good(loaded: Loaded) ->
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_passes_are_timed_for_any_budget_that_depends_on_them(loaded: Loaded, batch_size: int) -> None:
-    decoding = DecodeConfig(method="ar", batch_size=batch_size)
-    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
-    assert tenants._budget().max_nodes > 0
+    decoding = DecodeConfig(method="pld", batch_size=batch_size)
+    drafter = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""]).take("")
+    assert isinstance(drafter, PromptLookup) and drafter.budget.max_nodes > 0
 
 
 def test_a_job_whose_drafter_cannot_be_made_is_told(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,20 +9,18 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import cast
 
 import numpy as np
 
 from hdtool.data.errors import HdtoolError, PromptError
 from hdtool.data.stores.tenant import Tenant
-from hdtool.runtime.budget.node_budget import Budget, SharedCosts
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.prefix_cache import PrefixCache, common_prefix_length
 from hdtool.runtime.core.sequence import Request, Step
 from hdtool.runtime.core.session import Session
-from hdtool.runtime.drafters.methods import budget_for, drafter_with_budget, shared_costs_for
+from hdtool.runtime.drafters.methods import DrafterMaker
 from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.target.target import Target
 
@@ -55,11 +53,13 @@ class Tenants:
     """Holds each tenant's stores and pool of drafters; a drafter serves one answer at a time."""
 
     def __init__(self, loaded: Loaded, decoding: DecodeConfig, stores: StoresConfig, names: list[str]) -> None:
-        self._loaded, self._decoding = loaded, decoding
+        self._decoding = decoding
         tenants = {name: Tenant.of_key(name, stores.namespace) for name in names}
         self.store_sets = {name: loaded.library(stores, tenant).open_for(decoding) for name, tenant in tenants.items()}
         self._free_drafters: dict[str, list[tuple[Drafter, Sequence[int]]]] = {name: [] for name in names}
         """The free drafters of each tenant, each with its last prompt."""
+        size = decoding.batch_size
+        self._drafters = DrafterMaker(loaded.target, {min(size, 2**power) for power in range(size.bit_length() + 1)})
         for name in names:  # raises errors of stores here, and not in the first answer
             self.put(name, self._new_drafter(name))
 
@@ -77,17 +77,7 @@ class Tenants:
         self._free_drafters[tenant].append((drafter, _as_array(prompt)))
 
     def _new_drafter(self, tenant: str) -> Drafter:
-        return drafter_with_budget(self._budget, self._decoding, self.store_sets[tenant], self._loaded.target)
-
-    @cached_property
-    def _shared_costs(self) -> SharedCosts:
-        """Costs of passes that serve 1, 2, 4 … answers at once; measured when a drafter first sizes a tree."""
-        size = self._decoding.batch_size
-        sizes = {min(size, 2**power) for power in range(size.bit_length() + 1)}
-        return shared_costs_for(self._loaded.target, sizes)
-
-    def _budget(self) -> Budget:
-        return budget_for(self._decoding, lambda: self._shared_costs)
+        return self._drafters.make(self._decoding, self.store_sets[tenant])
 
 
 def _as_array(tokens: Sequence[int]) -> Sequence[int]:
