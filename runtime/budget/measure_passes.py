@@ -17,7 +17,8 @@ from hdtool.data.errors import CostError, OptionError
 from hdtool.data.home import cost_at_home, quick_costs_at_home
 from hdtool.data.notes import note
 from hdtool.data.progress import progress_bar
-from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, Floats, cost_file, over_nodes
+from hdtool.runtime.budget.cost_curve import CostCurve, Floats, cost_file, over_nodes
+from hdtool.runtime.budget.pass_costs import PASS_SIZES
 from hdtool.runtime.config.measuring import CostConfig
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.engines.checks.probes import some_context

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.budget.cost_curve import (
+from hdtool.runtime.budget.gate import MAX_PAUSE_STEPS, RETRY_SHARE, Pause
+from hdtool.runtime.budget.pass_costs import (
     COSTS,
     MAX_CHOSEN_NODES,
     OUTDATED_RATIO,
@@ -20,7 +21,6 @@ from hdtool.runtime.budget.cost_curve import (
     confirming_passes,
     estimated_cost,
 )
-from hdtool.runtime.budget.gate import MAX_PAUSE_STEPS, RETRY_SHARE, Pause
 from hdtool.runtime.config.budgets import FIXED_BUDGET, LARGEST_BUDGET
 from hdtool.runtime.kernels.compiled import Ints, array_at, compiled
 

@@ -20,8 +20,9 @@ import numpy as np
 from hdtool.builders.evaluation.estimated_passes import distinct_experts
 from hdtool.builders.evaluation.recording import RecordedTurn, RecordingEngine, TurnReader
 from hdtool.data.texts_and_traces import read_traces
-from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, MeasuredCosts
+from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.node_budget import MeasuredBudget
+from hdtool.runtime.budget.pass_costs import PASS_SIZES, MeasuredCosts
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config.decoding import ReplayConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig

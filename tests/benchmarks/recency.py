@@ -71,7 +71,7 @@ def read_candidates(conversations: Sequence[Sequence[RecordedTurn]], stores: Sto
 def _rows(turns: Sequence[RecordedTurn], stores: StoreSet) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield probabilities, distance classes and emitted flags of the candidates at each position of a conversation."""
     drafter = Hierarchy(stores.model, stores.corpus, budget=FixedBudget(1))
-    drafter.learned["recency"][:] = 1
+    drafter._records.weights["recency"][:] = 1
     at = drafter.address
     work = drafter.work[0]
     for turn in turns:

@@ -11,9 +11,10 @@ import torch
 
 from hdtool.cli.app import run as hdtool
 from hdtool.data.errors import HeadsError
-from hdtool.runtime.budget.cost_curve import CostCurve, MeasuredCosts
+from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import MEASURED_NODES
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget
+from hdtool.runtime.budget.pass_costs import MeasuredCosts
 from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig

@@ -16,8 +16,8 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.drafters.heads.checkpoint import EvalResult, HydraHeads, MtpHeads
-from hdtool.runtime.drafters.heads.modules import Heads
+from hdtool.runtime.drafters.heads.checkpoint import EvalResult
+from hdtool.runtime.drafters.heads.modules import Heads, HydraHeads, MtpHeads
 from hdtool.runtime.drafters.heads.state import HeadsState, HydraModule, TrainedMtp, sequential_drafter
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS

@@ -12,8 +12,9 @@ from hypothesis import given, strategies as st
 
 from hdtool.builders.setup.work_folder import WorkFolder
 from hdtool.data.errors import CostError
-from hdtool.runtime.budget.cost_curve import MAX_CHOSEN_NODES, CostCurve
+from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.node_budget import STEP_OVERHEAD, CostBudget
+from hdtool.runtime.budget.pass_costs import MAX_CHOSEN_NODES
 
 CURVE = CostCurve((0, 8, 32), ((20.0, 22.0, 24.0), (30.0, 32.0, 46.0)), (0, 1000), "a device", "a model", "bfloat16")
 

@@ -17,8 +17,9 @@ from hdtool.cli.bench import cost_table
 from hdtool.data.errors import CostError, OptionError
 from hdtool.data.home import cost_at_home
 from hdtool.runtime.budget import measure_passes as pass_times
-from hdtool.runtime.budget.cost_curve import MAX_CHOSEN_NODES, CostCurve, Floats
+from hdtool.runtime.budget.cost_curve import CostCurve, Floats
 from hdtool.runtime.budget.measure_passes import context_lengths_for, cost_curve_for, measure_cost_curve, save_at_home
+from hdtool.runtime.budget.pass_costs import MAX_CHOSEN_NODES
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config.measuring import CostConfig
 from hdtool.runtime.config.model import ModelConfig

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, MeasuredCosts, estimated_cost
+from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import (
     MEASURED_NODES,
     cost_curve_for,
@@ -28,6 +28,7 @@ from hdtool.runtime.budget.node_budget import (
     SmoothedSeconds,
     choose_all_nodes,
 )
+from hdtool.runtime.budget.pass_costs import PASS_SIZES, MeasuredCosts, estimated_cost
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config.budgets import LARGEST_BUDGET
 from hdtool.runtime.config.decoding import DecodeConfig

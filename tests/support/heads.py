@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from hdtool.runtime.config.building import HeadsConfig
-from hdtool.runtime.drafters.heads.checkpoint import ARCHITECTURES, EvalResult, MtpHeads, SavedHeads, new_heads
-from hdtool.runtime.drafters.heads.modules import NORM_EPSILON, ROTARY_BASE, Heads, HeadsShape, ParallelHeads
+from hdtool.runtime.drafters.heads.checkpoint import ARCHITECTURES, EvalResult, SavedHeads, new_heads
+from hdtool.runtime.drafters.heads.modules import NORM_EPSILON, ROTARY_BASE, Heads, HeadsShape, MtpHeads, ParallelHeads
 from hdtool.runtime.model.fingerprint import fingerprint
 from hdtool.runtime.target.target import Target
 

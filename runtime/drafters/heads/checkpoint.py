@@ -1,4 +1,4 @@
-"""Hydra heads, trained MTP layers, and checkpoints of all kinds of heads.
+"""Checkpoints of drafting heads, of all kinds.
 
 A checkpoint consists of ``config.json`` and a safetensors file, and fits only the model that it was trained on.
 """
@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
-from torch.nn import functional
 
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError, HeadsError, error_reason
@@ -23,127 +21,11 @@ from hdtool.data.file_origins import is_json_with, safetensors_metadata
 from hdtool.data.output_files import OutputFile
 from hdtool.runtime.config.building import AMPHISTA, HYDRA, HYDRA_PLUS, MEDUSA, MTP_LAYER, HeadsConfig
 from hdtool.runtime.config.decoding import TAKE_HEADS
-from hdtool.runtime.drafters.heads.modules import (
-    NORM_EPSILON,
-    AdaptationLayer,
-    AttentionInputs,
-    Heads,
-    HeadsShape,
-    OutputLayer,
-    ParallelHeads,
-    zero_linear,
-)
-from hdtool.runtime.drafters.trained.module_parts import Norm
+from hdtool.runtime.drafters.heads.modules import Heads, HeadsShape, HydraHeads, MtpHeads, OutputLayer, ParallelHeads
 from hdtool.runtime.model.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-class HydraHeads(Heads):
-    """Heads, each of which reads the token chosen by the target and all drafted tokens before the one that it predicts.
-
-    Hydra++ puts a causal layer over the target's hidden states before the heads, which have more layers.
-    """
-
-    def __init__(self, shape: HeadsShape, config: HeadsConfig) -> None:
-        super().__init__(shape, config, config.heads)
-        self.token_norm = Norm(shape.embedding, NORM_EPSILON)
-        self.steps = nn.ModuleList(
-            nn.ModuleList(
-                zero_linear(shape.width + (0 if layer else (head + 1) * shape.embedding), shape.width)
-                for layer in range(config.head_layers or 1)
-            )
-            for head in range(config.heads)
-        )
-
-    def along(
-        self, hidden: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
-    ) -> torch.Tensor:
-        before = self.stages(hidden, embedded)[-1][rows, columns]
-        normed, last = self.token_norm(embedded), embedded.shape[1] - 1
-        path = [normed[rows, (columns + ahead).clamp_max(last)] for ahead in range(self.config.heads)]
-        outputs = [self.state(head, before, torch.cat(path[: head + 1], dim=-1)) for head in range(self.config.heads)]
-        return torch.stack(outputs, dim=1)
-
-    def state(self, head: int, before: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-        """Return a head's states ``[rows, width]``.
-
-        Each row of ``path`` holds normalized embeddings of a draft path, and ``before`` the state before this path.
-        """
-        first, *others = self._steps_of(head)
-        states = before + functional.silu(first(torch.cat([before, path], dim=-1)))
-        for step in others:
-            states = states + functional.silu(step(states))
-        return states
-
-    def _steps_of(self, head: int) -> nn.ModuleList:
-        steps = self.steps[head]
-        assert isinstance(steps, nn.ModuleList)
-        return steps
-
-
-class MtpHeads(Heads):
-    """A layer that predicts the token after the next one, then further tokens from its own hidden states.
-
-    The module shares the target's output layer or, with a draft vocabulary, holds a copy of that layer's rows for the
-    vocabulary's tokens. Neither is trained.
-    """
-
-    def __init__(self, shape: HeadsShape, config: HeadsConfig) -> None:
-        super().__init__(shape, config, 1 if config.draft_vocabulary else 0)
-        self._shared: list[OutputLayer] = []
-
-    def share(self, output: nn.Linear) -> None:
-        """Use the target's output layer without registering it as a submodule."""
-        self._shared = [OutputLayer.of(output)]
-
-    def output(self, head: int) -> OutputLayer:
-        return self._shared[0] if self._shared else super().output(0)
-
-    @property
-    def layer(self) -> AdaptationLayer:
-        (layer,) = self.layers
-        assert isinstance(layer, AdaptationLayer)
-        return layer
-
-    def along(
-        self, hidden: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
-    ) -> torch.Tensor:
-        """Run ``config.heads`` steps, each on the previous step's hidden states.
-
-        This simulates drafting during training, as EAGLE-3 (2025) does.
-        """
-        length = hidden.shape[1]
-        rotary = self.rotary(slice(length), length, hidden)
-        steps = TrainingSteps(length, hidden.device)
-        states, outputs = hidden, []
-        for step in range(self.config.heads):
-            states = self.layer(states, embedded, rotary, steps.attended)
-            outputs.append(states[rows, (columns + step).clamp_max(length - 1)])
-            states = functional.pad(states, (0, 0, 1, 0))[:, :-1]
-        return torch.stack(outputs, dim=1)
-
-
-class TrainingSteps:
-    """Accumulates keys, values and masks while training unrolls a draft from every position at once.
-
-    In step ``s``, each position stands for the ``s``-th position of a draft. It attends to the positions before the
-    draft as step 0 computed them, and to each position of the draft as its own step computed it.
-    """
-
-    def __init__(self, length: int, device: torch.device) -> None:
-        self._places = torch.arange(length, device=device)
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
-
-    def attended(self, keys: torch.Tensor, values: torch.Tensor) -> AttentionInputs:
-        self._keys.append(keys)
-        self._values.append(values)
-        step = len(self._keys) - 1
-        queries, places = self._places[:, None], self._places
-        masks = [places <= queries - step, *(places == queries - step + of for of in range(1, step + 1))]
-        return torch.cat(self._keys, dim=-2), torch.cat(self._values, dim=-2), torch.cat(masks, dim=-1)
 
 
 HEADS_FORMAT = 1

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 
 from hdtool.runtime.budget.gate import Gate
-from hdtool.runtime.drafters.heads.checkpoint import HydraHeads, MtpHeads, SavedHeads
-from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads
+from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
+from hdtool.runtime.drafters.heads.modules import Heads, HydraHeads, MtpHeads, ParallelHeads
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, Module, ModulePasses
 from hdtool.runtime.drafters.trained.module_parts import TopTokens, topk_tokens
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration

@@ -91,6 +91,8 @@ class Hierarchy(Drafter, Uncopyable):
         self._prediction: TokenLog
         self._rankings = Rankings(last=last, recycled=recycled, known=model.rankings if model else None)
         self._records = self._new_records(model, corpus, context, sources or {})
+        self.address = self._records.address
+        """Address of the drafter's array of addresses, for compiled code that grows several trees."""
         self._fill_in(context, vocabulary)
         self._nodes = 0
         """Number of nodes in the last tree; 0 if the verified rows may not belong to these nodes."""
@@ -154,11 +156,6 @@ class Hierarchy(Drafter, Uncopyable):
         self._tails, self._timed, self._laps = work["tails"][0], work["timed"], work["laps"][0]
 
     @property
-    def address(self) -> int:
-        """Address of the drafter's array of addresses, for compiled code that grows several trees."""
-        return self._records.address
-
-    @property
     def shards(self) -> int:
         """Number of shards of the corpus index."""
         return len(self._shards.extents)
@@ -171,11 +168,6 @@ class Hierarchy(Drafter, Uncopyable):
     def weights(self, source: SourceId) -> Any:
         """Return the learned weights of a source, by n-gram order and bucket of evidence; see ``candidates.py``."""
         return self._records.weights["weight"][0, self._records.rows_of[source]]
-
-    @property
-    def learned(self) -> Any:
-        """The record of all learned weights; see ``WEIGHTS`` in ``candidates.py``."""
-        return self._records.weights[0]
 
     @property
     def seconds(self) -> dict[SourceId, float]:
@@ -321,5 +313,5 @@ class Hierarchy(Drafter, Uncopyable):
     def _catch_up(self) -> None:
         """Learn from the tokens emitted since the last call; this is postponed while the budget allows no drafts."""
         for token in self._pending:
-            feed_token(self._records.address, token)
+            feed_token(self.address, token)
         self._pending.clear()
