@@ -68,6 +68,8 @@ def serve(
             tell(f"tenant {tenant}:")
         print_stores(store_set)
     tell(f"the server listens on {launch.address}")
+    if server.page:
+        tell(f"a page to chat on is at {launch.address.removesuffix('v1')}")
     if warning := launch.warning:
         tell(f"warning: {warning}")
     sys.stderr.flush()

@@ -64,6 +64,7 @@ def test_the_wheel_holds_the_demo_and_stays_small(wheel: Path) -> None:
         "cli/app.py",
         "data/py.typed",
         "data/demo/prompts.jsonl",
+        "runtime/integrations/server/page.html",
         "data/demo/model/model.safetensors",
         *(f"data/demo/hybrid/{path.name}" for path in demo.HYBRID.iterdir()),
     ):

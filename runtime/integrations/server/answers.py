@@ -153,8 +153,18 @@ class AnswerText:
     def add(self, step: Step) -> Delta:
         """Return what a step adds to the answer, including the finish reason if it is the last step."""
         self.stats.add(step)
-        finish = step.finish
-        tokens = step.tokens[:-1] if finish is Finish.STOP and step.tokens[-1] in self._ends else step.tokens
+        if not self._choice.prompt.extension.sources:
+            return self._add(step.tokens, step.finish)
+        whole = Delta(steps=1)
+        for number, (token, source) in enumerate(zip(step.tokens, step.sources, strict=True), 1):
+            delta = self._add([token], step.finish if number == len(step.tokens) else None)
+            texts = {"text": delta.text, "reasoning": delta.reasoning}
+            delta.drafted.append({"source": str(source)} | {name: text for name, text in texts.items() if text})
+            whole.add(delta)
+        return whole
+
+    def _add(self, tokens: list[int], finish: Finish | None) -> Delta:
+        tokens = tokens[:-1] if finish is Finish.STOP and tokens[-1] in self._ends else tokens
         text = self._stream.add(tokens) + (self._stream.end() if finish else "")
         text = self._before_stop(text, is_last=finish is not None)
         reasoning: str = ""

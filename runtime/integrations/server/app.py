@@ -31,7 +31,7 @@ from hdtool.data.input_files import read_text
 from hdtool.runtime.config.measuring import ServerConfig
 from hdtool.runtime.integrations.server import messages_api, responses_api
 from hdtool.runtime.integrations.server.answers import ChoiceStream
-from hdtool.runtime.integrations.server.bodies import UnreadBodies, read_body
+from hdtool.runtime.integrations.server.bodies import MIB, UnreadBodies, read_body
 from hdtool.runtime.integrations.server.formats import (
     AUTHENTICATION,
     DISCONNECTED,
@@ -45,6 +45,7 @@ from hdtool.runtime.integrations.server.formats import (
 )
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat, MessagesRequest
 from hdtool.runtime.integrations.server.metrics import Metrics
+from hdtool.runtime.integrations.server.page import chat_page, page_headers, status_of
 from hdtool.runtime.integrations.server.preparation import PreparedChoice, Preparer
 from hdtool.runtime.integrations.server.request_log import ENTRY_KEY, LogEntry, RequestLog
 from hdtool.runtime.integrations.server.requests import Body, ChatRequest, CompletionRequest, GenerationRequest
@@ -61,10 +62,23 @@ HEADER_SECONDS = 10.0
 COLLECTION_SECONDS = 5.0
 PREPARATION_THREADS = 4
 """Maximum number of requests that are prepared at once."""
-CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
+CHAT, COMPLETIONS, MODELS, STATUS = "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/status"
+PAGE = "/"
 MESSAGES, COUNT_TOKENS = messages_api.PATH, f"{messages_api.PATH}/count_tokens"
 RESPONSES, INPUT_TOKENS = responses_api.PATH, f"{responses_api.PATH}/input_tokens"
-PATHS = (CHAT, COMPLETIONS, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT_TOKENS, MODELS, "/health", "/metrics")
+PATHS = (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    INPUT_TOKENS,
+    MESSAGES,
+    COUNT_TOKENS,
+    MODELS,
+    STATUS,
+    "/health",
+    "/metrics",
+    PAGE,
+)
 Handler = Callable[[Request], Awaitable[Response]]
 R = TypeVar("R", bound=Body)
 P = TypeVar("P")
@@ -142,9 +156,12 @@ class Server:
             Route(COUNT_TOKENS, self._guarded(self._count_for_message), methods=["POST"]),
             Route(MODELS, self._guarded(self._models)),
             Route(f"{MODELS}/{{name:path}}", self._guarded(self._model)),
+            Route(STATUS, self._guarded(self._status)),
             Route("/health", self._health),
             Route("/metrics", self._show_metrics),
         ]
+        if self._config.page:
+            routes.append(Route(PAGE, self._chat_page))
         handlers: Any = {HTTPException: self._http_error, Exception: self._fault}
         log = Middleware(RequestLog, shown=self._config.log_requests, form=self._config.log_format)
         middleware = [log, Middleware(UnreadBodies, seconds=self._config.body_seconds)]
@@ -270,6 +287,14 @@ class Server:
         limit = self._loaded.target.context_limit(1)
         made = {"id": self._name, "object": "model", "created": self._started, "owned_by": "hdtool"}
         return made | ({"max_model_len": limit} if limit else {})
+
+    async def _status(self, request: Request) -> Response:
+        max_bytes = self._config.prefix_cache_mib * MIB
+        return JSONResponse({"model": self._name, **status_of(self._scheduler, request.state.tenant, max_bytes)})
+
+    async def _chat_page(self, request: Request) -> Response:
+        self._count(request, 200)
+        return Response(chat_page(), media_type="text/html", headers=page_headers())
 
     async def _health(self, request: Request) -> Response:
         if self._scheduler.is_alive:

@@ -73,9 +73,13 @@ class Delta:
     finish: str | None = None
     stop_text: str | None = None
     """Stop string that ended the answer, else None."""
+    steps: int = 0
+    """Number of steps that ``drafted`` describes."""
+    drafted: list[Row] = field(default_factory=list)
+    """Source and completed text of each token; empty unless the request asks for sources."""
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.reasoning or self.calls or self.logprobs or self.finish)
+        return bool(self.text or self.reasoning or self.calls or self.logprobs or self.finish or self.drafted)
 
     def add(self, later: Delta) -> None:
         self.text += later.text
@@ -84,6 +88,8 @@ class Delta:
         self.logprobs += later.logprobs
         self.finish = later.finish or self.finish
         self.stop_text = later.stop_text or self.stop_text
+        self.steps += later.steps
+        self.drafted += later.drafted
 
 
 class Format(Protocol):
@@ -138,7 +144,8 @@ class ChoicesFormat(Format):
 
     def _choice(self, index: int, answer: Delta, content: Row) -> Row:
         logprobs = self._logprobs(index, answer.logprobs) if answer.logprobs else None
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": answer.finish}
+        extension = {"hdtool": {"steps": answer.steps, "tokens": answer.drafted}} if answer.drafted else {}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": answer.finish, **extension}
 
     @abstractmethod
     def _whole_choice(self, index: int, answer: Delta) -> Row: ...

@@ -28,9 +28,11 @@ from hdtool.runtime.integrations.server.logit_processors import AnswerPenalty, L
 from hdtool.runtime.integrations.server.quotes import Quotes
 from hdtool.runtime.integrations.server.requests import (
     MAX_PROMPTS,
+    NO_EXTENSION,
     NO_TOOLS,
     ChatRequest,
     CompletionRequest,
+    Extension,
     GenerationRequest,
     ToolChoice,
     require_text_answers,
@@ -63,6 +65,7 @@ class PreparedPrompt:
     """Prompt as the chat template renders it; empty for completions."""
     echo: str = ""
     """Text to return before the answer."""
+    extension: Extension = NO_EXTENSION
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class Preparer:
             (body.top_logprobs or 0) if body.logprobs or body.top_logprobs else None,
             choice,
             rendered,
+            extension=body.hdtool,
         )
         return self._choices(body, [prompt])
 
@@ -151,7 +155,11 @@ class Preparer:
             ids = self._ids(prompt)
             echo = (prompt if isinstance(prompt, str) else text_of(tokenizer, ids)) if body.echo else ""
             limit = self._limit(ids, body.max_tokens)
-            prepared.append(PreparedPrompt(ids, limit, grammar, prediction, logprobs=body.logprobs, echo=echo))
+            prepared.append(
+                PreparedPrompt(
+                    ids, limit, grammar, prediction, logprobs=body.logprobs, echo=echo, extension=body.hdtool
+                )
+            )
         return self._choices(body, prepared)
 
     def job(self, choice: PreparedChoice, tenant: str, deliver: Callable[[Step | Exception], None]) -> AnswerJob:
@@ -172,7 +180,7 @@ class Preparer:
                 tenant,
             )
 
-        return AnswerJob(tenant, request, deliver, choice.prompt.tokens)
+        return AnswerJob(tenant, request, deliver, choice.prompt.tokens, choice.prompt.extension.drafts)
 
     def _choices(self, body: GenerationRequest, prepared: Sequence[PreparedPrompt]) -> list[PreparedChoice]:
         seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64

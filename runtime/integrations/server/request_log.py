@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from hdtool.runtime.integrations.server.answers import ChoiceStream
 ENTRY_KEY = "hdtool.request"
 """Key of the ``LogEntry`` in the ASGI scope of a request."""
-POLLED_PATHS = ("/health", "/metrics")
-"""Paths that monitoring polls; only their failures are logged."""
+POLLED_PATHS = ("/health", "/metrics", "/v1/status")
+"""Paths that monitoring and the chat page poll; only their failures are logged."""
 MAX_LOGGED_PATH = 200
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.integrations.server.content import UNSUPPORTED_CONTENT, Part, Strict, text_of_content
@@ -19,6 +19,20 @@ TOOL_CHOICE_FORMS = 'tool_choice must be "none", "auto", "required" or {"type": 
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+
+
+class Extension(Strict):
+    """What only this server offers: the field ``hdtool`` of a request."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    drafts: bool = True
+    """False generates the answer plainly: nothing is drafted, and the history does not keep the answer."""
+    sources: bool = False
+    """Whether to report which source drafted each token."""
+
+
+NO_EXTENSION = Extension()
 
 
 class Body(Strict):
@@ -64,6 +78,7 @@ class GenerationRequest(Body):
     json_schema: Any = None
     regex: str | None = None
     grammar: str | None = None
+    hdtool: Extension = NO_EXTENSION
 
     @field_validator("stop")
     @classmethod

@@ -16,11 +16,12 @@ import numpy as np
 from hdtool.data.errors import HdtoolError, PromptError
 from hdtool.data.stores.tenant import Tenant
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.prefix_cache import PrefixCache, common_prefix_length
 from hdtool.runtime.core.sequence import Request, Step
 from hdtool.runtime.core.session import Session
 from hdtool.runtime.drafters.methods import DrafterMaker
+from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.target.target import Target
 
@@ -44,6 +45,8 @@ class AnswerJob:
     """Called in the engine's thread with each step, or with the error that ends the answer."""
     prompt: Sequence[int] = ()
     """Tokens of the prompt, by which a drafter is chosen."""
+    drafts: bool = True
+    """False to generate the answer without a drafter of the tenant."""
     is_cancelled: bool = False
     """Set to True by any thread to end the answer at the next step."""
     submitted: float = field(default_factory=time.monotonic)
@@ -103,9 +106,9 @@ class Scheduler:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _begin_session(self) -> None:
-        cache = self._target.allocate(self._decoding.batch_size)
-        self._target.prepare(cache)
-        self._session = Session[AnswerJob](self._target, cache, prefixes=self.prefixes, in_pieces=True)
+        self._cache = self._target.allocate(self._decoding.batch_size)
+        self._target.prepare(self._cache)
+        self._session = Session[AnswerJob](self._target, self._cache, prefixes=self.prefixes, in_pieces=True)
         self._requests: dict[AnswerJob, Request[AnswerJob]] = {}
 
     @property
@@ -115,6 +118,18 @@ class Scheduler:
     @property
     def running(self) -> int:
         return len(self._session)
+
+    @property
+    def max_running(self) -> int:
+        return self._decoding.batch_size
+
+    @property
+    def cached_tokens(self) -> int:
+        """Number of tokens whose contexts the batch slots hold, idle or in use."""
+        return sum(slot.valid for slot in self._cache.slots)
+
+    def stores(self, tenant: str) -> StoreSet:
+        return self._tenants.store_sets[tenant]
 
     @property
     def is_alive(self) -> bool:
@@ -196,7 +211,7 @@ class Scheduler:
         if job.is_cancelled:
             return
         try:
-            drafter = self._drafters[job] = self._tenants.take(job.tenant, job.prompt)
+            drafter = self._drafters[job] = self._take_drafter(job)
         except Exception as error:  # failing to make a drafter must not end other answers
             traceback.print_exc(file=sys.stderr)
             job.deliver(_public_error(error))
@@ -209,9 +224,13 @@ class Scheduler:
             return
         self._session.submit(request)
 
+    def _take_drafter(self, job: AnswerJob) -> Drafter:
+        return self._tenants.take(job.tenant, job.prompt) if job.drafts else NoDraft()
+
     def _finish(self, job: AnswerJob) -> None:
         self._requests.pop(job, None)
-        if drafter := self._drafters.pop(job, None):
+        drafter = self._drafters.pop(job, None)
+        if drafter and job.drafts:
             self._tenants.put(job.tenant, drafter, job.prompt)
 
     def _fail(self, error: Exception) -> None:

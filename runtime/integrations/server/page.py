@@ -1,0 +1,76 @@
+"""The chat page, the headers that confine it, and the state of the server that it shows."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from hdtool.runtime.config.source_names import registered
+from hdtool.runtime.integrations.server.formats import Row
+from hdtool.runtime.integrations.server.scheduler import Scheduler
+from hdtool.runtime.stores.store_set import StoreSet
+
+HARDENING = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Cache-Control": "no-cache",
+}
+
+
+@cache
+def chat_page() -> str:
+    return Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+
+
+@cache
+def page_headers() -> dict[str, str]:
+    """Return headers that let the page run its own script and style only, and connect to this server only."""
+    policy = (
+        "default-src 'none'",
+        f"script-src {_hash_of('script')}",
+        f"style-src {_hash_of('style')}",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+    return HARDENING | {"Content-Security-Policy": "; ".join(policy)}
+
+
+def _hash_of(element: str) -> str:
+    """Return the source expression that admits the page's only script or style element."""
+    (content,) = re.findall(f"<{element}>(.*?)</{element}>", chat_page(), re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+def status_of(scheduler: Scheduler, tenant: str, max_cache_bytes: int) -> Row:
+    """Return the answers in progress, the size of the caches, the tenant's stores, and the sources' colors."""
+    saved = {"bytes": scheduler.prefixes.bytes, "max_bytes": max_cache_bytes} if scheduler.prefixes else {}
+    return {
+        "answers": {"running": scheduler.running, "waiting": scheduler.waiting, "max_running": scheduler.max_running},
+        "cache": {"slot_tokens": scheduler.cached_tokens, **saved},
+        "stores": list(_stores(scheduler.stores(tenant))),
+        "sources": {source.name: {"light": source.light, "dark": source.dark} for source in registered().values()},
+    }
+
+
+def _stores(store_set: StoreSet) -> Iterator[Row]:
+    for store in (store_set.model, store_set.corpus):
+        if store:
+            manifest = store.manifest
+            inputs = [share.name for share in manifest.sources]
+            counted = {"inputs": inputs, "tokens": manifest.counts["tokens"]}
+            yield {"kind": manifest.kind, "name": store.folder.name, **counted}
+    if history := store_set.history:
+        yield {"kind": "history", "name": history.store.folder.name if history.store else "memory"}
