@@ -22,7 +22,7 @@ SHOW_LARGE := while read -r line; do case "$$line" in \
 	Installing*) echo "  unpacking $$(set -- $$line; echo $$(($$\# - 3))) packages" ;; \
 	esac; done
 
-.PHONY: demo test kernels test-long test-all test-quantized test-ray test-sglang test-vllm test-newest test-oldest format types unit docs bench clean
+.PHONY: demo test kernels test-long test-all test-quantized test-ray test-sglang test-vllm test-newest test-oldest format types unit docs pictures bench clean
 
 demo: .venv/smollm2
 	$(BIN)/hdtool demo
@@ -86,6 +86,10 @@ types: .venv/installed-dev
 
 docs: .venv/installed-dev
 	$(BIN)/python -m tests.command_reference
+
+# The pictures of the chat page in the docs; they need Chromium, and the stores that README's commands make.
+pictures: .venv/smollm2 .venv/installed-dev
+	$(BIN)/python -m tests.page_pictures
 
 bench: .venv/installed-dev
 	$(BIN)/hdtool bench embedded --methods generate,ar --num-prompts 8 --max-new-tokens 128 --rounds 5 --threads 1 \

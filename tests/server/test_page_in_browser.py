@@ -76,13 +76,13 @@ def test_text_streams_in_the_colors_of_its_sources(page: Page, server: ScriptedS
     assert page.text(".content") == TEXT
     marked = "[...document.querySelectorAll('.drafted')].map(span => [span.textContent, span.title])"
     assert page.run(marked) == [
-        ["gave one", "drafted from context: this chat"],
-        ["the", "drafted from corpus: the corpus index"],
-        ["apples", "drafted from model: the model store"],
+        ["gave one", "drafted from: this chat"],
+        ["the", "drafted from: corpus index"],
+        ["apples", "drafted from: model store"],
     ]
     figures = "2.33 tokens per step", " tokens per second", "7 tokens"
     assert all(figure in page.text(".figures") for figure in figures)
-    assert page.text(".legend").split("\n") == ["context 2", "corpus 1", "model 1", "not drafted 3"]
+    assert page.text(".legend").split("\n") == ["this chat 2", "corpus index 1", "model store 1", "not drafted 3"]
     assert page.text("#announcement") == "The answer is complete: 7 tokens, 2.33 per step."
     (asked,) = server.asked
     assert asked["hdtool"] == {"sources": True, "drafts": True} and "temperature" not in asked

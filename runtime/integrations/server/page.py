@@ -7,7 +7,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from hdtool.runtime.config.source_names import registered
 from hdtool.runtime.integrations.server.formats import Row
@@ -69,7 +69,7 @@ def _stores(store_set: StoreSet) -> Iterator[Row]:
     for store in (store_set.model, store_set.corpus):
         if store:
             manifest = store.manifest
-            inputs = [share.name for share in manifest.sources]
+            inputs = [PurePath(share.name).name for share in manifest.sources]
             counted = {"inputs": inputs, "tokens": manifest.counts["tokens"]}
             yield {"kind": manifest.kind, "name": store.folder.name, **counted}
     if history := store_set.history:
