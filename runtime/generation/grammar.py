@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -171,7 +172,7 @@ MAX_FORCED_BYTES = 20_000
 """Maximum number of bytes that a grammar may force at its start; drafting more as a chain would take seconds."""
 MAX_COMPILED_GRAMMARS = 64
 """Size of the LRU cache of compiled grammars; servers get the same grammars again and again."""
-GBNF_RULE = "::="
+GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 class GrammarCompiler:
@@ -229,7 +230,7 @@ def _notation(grammar: Grammar) -> str:
         return LLMatcher.grammar_from_json_schema(json.loads(grammar.text), defaults=JSON_LAYOUT)
     if grammar.kind is GrammarKind.REGEX:
         return LLMatcher.grammar_from_regex(grammar.text)
-    if GBNF_RULE in grammar.text:
+    if GBNF_RULE.search(grammar.text):
         from llguidance.gbnf_to_lark import any_to_lark
 
         return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))

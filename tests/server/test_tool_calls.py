@@ -14,17 +14,14 @@ import pytest
 from hypothesis import given, strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.integrations.server.app import _events, _whole
-from hdtool.runtime.integrations.server.formats import ChatFormat, Delta, Format, RequestError, usage_of
+from hdtool.runtime.integrations.server.formats import ChatFormat, Delta, Format, usage_of
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat
-from hdtool.runtime.integrations.server.preparation import Preparer
 from hdtool.runtime.integrations.server.request_log import LogEntry
-from hdtool.runtime.integrations.server.requests import ChatRequest
 from hdtool.runtime.integrations.server.tool_calls import ToolCall, ToolCallReader, calls_of
-from hdtool.runtime.target.load import load, load_tokenizer
+from hdtool.runtime.target.load import load_tokenizer
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -148,17 +145,3 @@ def test_numbers_that_json_lacks_leave_arguments_a_text(number: str) -> None:
     whole, stream = responses(f'{{"a": {number}}}', messages=True)
     assert json.loads(whole)["content"][0]["input"] == {"arguments": f'{{"a": {number}}}'}
     assert "error" not in stream and number in stream
-
-
-def test_tools_that_a_template_does_not_present_are_refused_with_what_to_do() -> None:
-    preparer = Preparer(load(ModelConfig()), DecodeConfig("ar"), SamplingConfig())
-    request = {"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL]}
-    with pytest.raises(RequestError) as refused:
-        preparer.chat(ChatRequest.of(request), "")
-    assert (refused.value.status, refused.value.param, refused.value.code) == (400, "tools", "tools_not_supported")
-    assert str(refused.value) == (
-        "hdtool-demo: the model's chat template does not present tools, so the model would not see them: take a model "
-        'that calls tools, such as Qwen3, or leave them out, as tool_choice "none" does'
-    )
-    (choice,) = preparer.chat(ChatRequest.of({**request, "tool_choice": "none"}), "")
-    assert choice.prompt.tokens

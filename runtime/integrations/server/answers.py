@@ -135,9 +135,12 @@ class AnswerText:
         self.stats = Stats()
         self._choice, self._ends = choice, ends
         prompt = choice.prompt
-        self._must_call = prompt.tools.grammar is not None
-        is_free = prompt.rendered and prompt.grammar is None
-        self._reader = ToolCallReader.of(tokenizer, prompt.tools.tools, prompt.rendered) if is_free else None
+        tools = prompt.tools
+        self._must_call = bool(tools.required) and not tools.is_generic
+        is_free = prompt.rendered and (prompt.grammar is None or tools.is_generic)
+        self._reader = (
+            ToolCallReader.of(tokenizer, tools.tools, prompt.rendered, is_generic=tools.is_generic) if is_free else None
+        )
         has_own = self._reader is not None and self._reader.reads_thinking
         self._thinking = ThinkingReader.of(tokenizer, prompt.rendered) if is_free and not has_own else None
         # Tool calls and thinking may be marked by special tokens.

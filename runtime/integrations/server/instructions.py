@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hdtool.data.chat import (
@@ -30,13 +30,20 @@ CONVERSATION = (
 
 def takes_late_instructions(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return True if the chat template renders system messages wherever they occur in a conversation."""
-    if not has_chat_template(tokenizer):
-        return True
+    return not has_chat_template(tokenizer) or _shows(tokenizer, CONVERSATION, LATE_INSTRUCTIONS)
+
+
+def takes_instructions(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if the chat template renders a system message at the beginning of a conversation."""
+    return _shows(tokenizer, CONVERSATION[:2], [CONVERSATION[0]["content"]])
+
+
+def _shows(tokenizer: PreTrainedTokenizerBase, conversation: Sequence[dict[str, str]], texts: Sequence[str]) -> bool:
     try:
-        text = conversation_text(tokenizer, CONVERSATION, chat=True)
+        rendered = conversation_text(tokenizer, conversation, chat=True)
     except PromptError:
         return False
-    return all(instruction in text for instruction in LATE_INSTRUCTIONS)
+    return all(text in rendered for text in texts)
 
 
 def with_early_instructions(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -44,17 +51,26 @@ def with_early_instructions(messages: Sequence[dict[str, Any]]) -> list[dict[str
 
     A converted message is joined with the user messages next to it.
     """
+    start = next((index for index, message in enumerate(messages) if message["role"] != SYSTEM), len(messages))
+    late = [
+        ({**message, "role": USER}, True) if message["role"] == SYSTEM else (message, False)
+        for message in messages[start:]
+    ]
+    return join_changed([*((message, True) for message in messages[:start]), *late])
+
+
+def join_changed(messages: Iterable[tuple[dict[str, Any], bool]]) -> list[dict[str, Any]]:
+    """Join messages that have been changed with those of the same role next to them.
+
+    Each message comes with whether it has been changed.
+    """
     made: list[dict[str, Any]] = []
     joins = False
-    for message in messages:
-        is_late = message["role"] == SYSTEM and any(before["role"] != SYSTEM for before in made)
-        if is_late:
-            message = {**message, "role": USER}
-        last = made[-1] if made else {}
-        joins = message["role"] == last.get("role") and (is_late or joins or message["role"] == SYSTEM)
-        if joins:
-            made[-1] = {**last, "content": last["content"] + PARAGRAPH + message["content"]}
+    for message, is_changed in messages:
+        if made and message["role"] == made[-1]["role"] and (joins or is_changed):
+            made[-1] = {**made[-1], "content": made[-1]["content"] + PARAGRAPH + message["content"]}
+            joins = True
         else:
             made.append(message)
-            joins = is_late
+            joins = is_changed
     return made

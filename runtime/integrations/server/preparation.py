@@ -13,7 +13,7 @@ from hdtool.data.chat import (
     encode_text,
     read_conversation,
 )
-from hdtool.data.errors import ToolsError, lone_surrogate
+from hdtool.data.errors import HdtoolError, lone_surrogate
 from hdtool.data.prompts import Grammar, grammar_of, prediction_of, tools_of
 from hdtool.runtime.config.decoding import HIERARCHIES, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
@@ -22,7 +22,9 @@ from hdtool.runtime.core.sampler import Sampler, seed_of
 from hdtool.runtime.core.sequence import Request, Step, room_for
 from hdtool.runtime.generation.grammar import Guide, guided_drafter, masks_of
 from hdtool.runtime.generation.text_stream import text_of
+from hdtool.runtime.integrations.server.call_grammar import arguments_schema
 from hdtool.runtime.integrations.server.formats import RequestError, TokenLogprobs
+from hdtool.runtime.integrations.server.generic_tools import GenericTools
 from hdtool.runtime.integrations.server.instructions import takes_late_instructions, with_early_instructions
 from hdtool.runtime.integrations.server.logit_processors import AnswerPenalty, LogitBias, LogprobRecorder
 from hdtool.runtime.integrations.server.quotes import Quotes
@@ -87,6 +89,7 @@ class Preparer:
         """``defaults`` holds the sampling settings to use where a request sets none."""
         self._loaded, self._decoding, self._defaults = loaded, decoding, defaults
         self._takes_late_instructions = takes_late_instructions(loaded.tokenizer)
+        self._generic_tools = GenericTools.of(loaded.tokenizer)
         self._lock = threading.Lock()
         self._quotes = Quotes(loaded.tokenizer)
         self._grammars = compiler_for(loaded)
@@ -96,16 +99,18 @@ class Preparer:
         tokenizer, variables = self._loaded.tokenizer, body.template_variables
         messages, choice = self._conversation(body)
         grammar = grammar_of(body.structure, "the request")
-        if grammar and choice.grammar:
+        if grammar and choice.required:
             raise RequestError("response_format and tool_choice exclude each other", param="tool_choice")
         predicted = prediction_of(body.prediction, "the request")
         rendered, ids = self._read(messages, choice, variables)
         is_quoted = not predicted and self._decoding.method in HIERARCHIES
         in_json = bool(choice.tools or grammar)
+        if grammar:  # the whole answer matches it, so that no call is marked
+            choice = replace(choice, is_generic=False)
         prompt = PreparedPrompt(
             ids,
             self._limit(ids, body.max_completion_tokens or body.max_tokens),
-            grammar or choice.grammar,
+            grammar or self._call_grammar(choice, rendered),
             encode_answer(tokenizer, messages, predicted, variables=variables) if predicted else (),
             self._quotes.tokens(messages, tenant, in_json=in_json) if is_quoted else (),
             (body.top_logprobs or 0) if body.logprobs or body.top_logprobs else None,
@@ -123,19 +128,34 @@ class Preparer:
     def _read(
         self, messages: list[dict[str, Any]], choice: ToolChoice, variables: Mapping[str, Any]
     ) -> tuple[str, list[int]]:
-        """Return the rendered conversation and its token ids; the error for tools of no use names the model."""
-        try:
-            return read_conversation(self._loaded.tokenizer, messages, tools=choice.tools, variables=variables)
-        except ToolsError as error:
-            message = f'{self._loaded.name}: {error}, as tool_choice "none" does'
-            raise RequestError(message, param="tools", code="tools_not_supported") from None
+        """Return the rendered conversation and its token ids."""
+        tools = () if choice.is_generic else choice.tools
+        return read_conversation(self._loaded.tokenizer, messages, tools=tools, variables=variables)
 
     def _conversation(self, body: ChatRequest) -> tuple[list[dict[str, Any]], ToolChoice]:
         require_text_answers(body)
         tools = tools_of(body.tools, "the request")
         choice = ToolChoice.of(body.tool_choice, tools, parallel=body.parallel_tool_calls is not False)
         messages = template_messages(body.messages)
-        return (messages if self._takes_late_instructions else with_early_instructions(messages)), choice
+        if not self._takes_late_instructions:
+            messages = with_early_instructions(messages)
+        if self._generic_tools is None:
+            return messages, choice
+        return self._generic_tools.conversation(messages, choice.tools), replace(choice, is_generic=bool(choice.tools))
+
+    def _call_grammar(self, choice: ToolChoice, rendered: str) -> Grammar | None:
+        """Return the grammar of an answer with calls; raise RequestError for the first tool that it cannot hold."""
+        grammar = choice.grammar(rendered)
+        try:
+            self._guide(grammar)
+        except HdtoolError as fault:
+            for tool in choice.tools:
+                try:
+                    self._guide(Grammar.json_schema(arguments_schema(tool)))
+                except HdtoolError as error:
+                    raise RequestError(f"tools: {tool['function']['name']}: {error}", param="tools") from None
+            raise RequestError(f"tools: {fault}", param="tools") from None
+        return grammar
 
     def completion(self, body: CompletionRequest) -> list[PreparedChoice]:
         """Prepare the choices of a completion request, ordered by prompt."""

@@ -10,8 +10,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from hdtool.data.prompts import Grammar
+from hdtool.runtime.integrations.server.call_grammar import array_of_calls, marked_calls
 from hdtool.runtime.integrations.server.content import UNSUPPORTED_CONTENT, Part, Strict, text_of_content
 from hdtool.runtime.integrations.server.formats import RequestError
+from hdtool.runtime.integrations.server.tool_calls import THINK_OPENING
 
 MAX_CHOICES, MAX_STOPS, MAX_LOGPROBS, MAX_PROMPTS = 16, 16, 20, 64
 TOOL_CHOICE_FORMS = 'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
@@ -201,13 +203,15 @@ def _call(call: Call, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """The tools that are presented to the model; if it must call one, also the grammar of the calls."""
+    """The tools that are presented to the model, and which of them it must call, if any."""
 
     tools: tuple[dict[str, Any], ...] = ()
-    grammar: Grammar | None = None
-    """Grammar of a JSON array of calls; None if the model decides whether to call a function."""
+    required: tuple[dict[str, Any], ...] = ()
+    """Tools of which the model must call one; empty if it decides whether to call a function."""
     max_calls: int | None = None
     """Maximum number of calls in one answer; None for no limit."""
+    is_generic: bool = False
+    """True if tools and calls are text in hdtool's notation, because the chat template presents no tools."""
 
     @classmethod
     def of(cls, choice: Any, tools: Sequence[dict[str, Any]], *, parallel: bool) -> ToolChoice:
@@ -222,36 +226,26 @@ class ToolChoice:
         if choice in (None, "auto"):
             return cls(tuple(tools), max_calls=max_calls)
         if choice == "required":
-            return cls(tuple(tools), _calls_of(tools, max_calls), max_calls)
+            return cls(tuple(tools), tuple(tools), max_calls)
         named = choice.get("function", {}) if isinstance(choice, dict) and choice.get("type") == "function" else None
         if not isinstance(named, dict):
             raise RequestError(TOOL_CHOICE_FORMS, param="tool_choice")
         wanted = [tool for tool in tools if tool["function"]["name"] == named.get("name")]
         if not wanted:
             raise RequestError(f"tool_choice names no function of tools: {TOOL_CHOICE_FORMS}", param="tool_choice")
-        return cls(tuple(tools), _calls_of(wanted, max_calls=1), max_calls=1)
+        return cls(tuple(tools), tuple(wanted), max_calls=1)
+
+    def grammar(self, prompt: str) -> Grammar | None:
+        """Return the grammar that an answer to the rendered ``prompt`` must match; None if it is free."""
+        if self.is_generic:
+            is_thinking = prompt.rstrip().endswith(THINK_OPENING)
+            is_required = bool(self.required)
+            tools = self.required or self.tools
+            return marked_calls(tools, self.max_calls, is_required=is_required, is_thinking=is_thinking)
+        return array_of_calls(self.required, self.max_calls) if self.required else None
 
 
 NO_TOOLS = ToolChoice()
-
-
-def _calls_of(tools: Sequence[dict[str, Any]], max_calls: int | None) -> Grammar:
-    """Return the grammar of JSON arrays with one to ``max_calls`` calls of the given functions."""
-    calls = []
-    for tool in tools:
-        function = tool["function"]
-        parameters = function.get("parameters") or {"type": "object"}
-        properties = {"name": {"const": function["name"]}, "arguments": parameters}
-        calls.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
-    array = {"type": "array", "minItems": 1, "items": calls[0] if len(calls) == 1 else {"anyOf": calls}}
-    return Grammar.json_schema(array | ({"maxItems": max_calls} if max_calls else {}))
 
 
 def _wrong_field(error: ValidationError) -> RequestError:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 THINK_OPENING, THINK_CLOSING = "<think>", "</think>"
+CALL_OPENING, CALL_CLOSING = "<tool_call>", "</tool_call>"
+"""Marks of a call in the notation of Hermes and Qwen."""
 LINE_END = "\n"
 
 
@@ -122,9 +124,9 @@ CALL_NOTATIONS = (
         },
     ),
     CallNotation(
-        "<tool_call>",
-        "<tool_call>",
-        {"open_pattern": r"\s*<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, **_JSON},
+        CALL_OPENING,
+        CALL_OPENING,
+        {"open_pattern": rf"\s*{CALL_OPENING}", "close_pattern": rf"{CALL_CLOSING}\s*", "repeats": True, **_JSON},
     ),
     CallNotation("[TOOL_CALLS]", "[TOOL_CALLS]", {"open": "[TOOL_CALLS]", **_JSON}),
     CallNotation("<|python_tag|>", "", {"open_pattern": r'(?:<\|python_tag\|>)?(?=\{\s*"(?:name|type)"\s*:)', **_JSON}),
@@ -137,18 +139,29 @@ class ToolCallReader:
 
     @classmethod
     def of(
-        cls, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], prompt: str
+        cls, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], prompt: str, *, is_generic: bool
     ) -> ToolCallReader | None:
         """Return a reader; None if there are no tools and the tokenizer has no response template."""
-        return cls(tokenizer, tools, prompt) if tools or getattr(tokenizer, "response_template", None) else None
+        if not tools and not getattr(tokenizer, "response_template", None):
+            return None
+        return cls(tokenizer, tools, prompt, is_generic=is_generic)
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], prompt: str) -> None:
-        response_template = getattr(tokenizer, "response_template", None)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[dict[str, Any]],
+        prompt: str,
+        *,
+        is_generic: bool = False,
+    ) -> None:
+        """With ``is_generic``, calls are between ``CALL_OPENING`` and ``CALL_CLOSING``, whatever the tokenizer says."""
+        response_template = None if is_generic else getattr(tokenizer, "response_template", None)
         self.reads_thinking = response_template is not None
         """True if the tokenizer has a response template, which also describes the reasoning."""
         self._takes_calls = bool(tools)
         self._opening = self._unread = ""
-        template = response_template or self._fallback(str(getattr(tokenizer, "chat_template", "")))
+        marker = CALL_OPENING if is_generic else str(getattr(tokenizer, "chat_template", ""))
+        template = response_template or self._fallback(marker)
         self._parser = (
             tokenizer.get_response_parser(template, prefix=prompt if response_template else "", tools=list(tools))
             if template

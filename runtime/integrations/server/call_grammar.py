@@ -1,0 +1,79 @@
+"""Grammars of tool calls, which hold names and arguments to the tools of a request and their JSON schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from hdtool.data.prompts import Grammar
+from hdtool.runtime.generation.grammar import JSON_LAYOUT
+from hdtool.runtime.integrations.server.formats import RequestError
+from hdtool.runtime.integrations.server.tool_calls import CALL_CLOSING, CALL_OPENING
+
+MAX_CALLS = 8
+"""Maximum number of calls in one answer, because a small model may repeat a call without end."""
+COMBINING_KEYWORDS = {"allOf", "anyOf", "oneOf", "$ref"}
+"""Keywords of schemas that may add properties to those beside them."""
+_TEXT, _THOUGHT = r"/(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/", r"/(?s:.*)<\/think>/"
+_IGNORING_UNKNOWN_KEYWORDS = {"x-guidance": {**JSON_LAYOUT, "lenient": True}}
+
+
+def array_of_calls(tools: Sequence[dict[str, Any]], max_calls: int | None) -> Grammar:
+    """Return the grammar of JSON arrays with one to ``max_calls`` calls; None is ``MAX_CALLS``."""
+    further = _repeated('", " call', max_calls)
+    return _grammar([f'start: "[" call {further} "]"'], tools)
+
+
+def marked_calls(
+    tools: Sequence[dict[str, Any]], max_calls: int | None, *, is_required: bool, is_thinking: bool
+) -> Grammar:
+    """Return the grammar of answers that are text without ``CALL_OPENING``, or whose end are marked calls.
+
+    With ``is_required``, an answer is calls only. With ``is_thinking``, it begins with a thought up to ``</think>``.
+    """
+    further = _repeated(f'"\\n{CALL_OPENING}" marked', max_calls)
+    calls = f'"{CALL_OPENING}" marked {further}' if is_required else f"TEXT | opening marked {further}"
+    rules = [
+        f"start: {'thought ' * is_thinking}answer",
+        f"answer: {calls}",
+        f'opening[lazy]: TEXT "{CALL_OPENING}"',
+        f'marked: "\\n" call "\\n{CALL_CLOSING}"',
+        f"TEXT: {_TEXT}",
+        f"thought[lazy]: {_THOUGHT}",
+    ]
+    return _grammar(rules, tools)
+
+
+def arguments_schema(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of a tool's arguments, which are an object.
+
+    The object has no other properties than the schema's, unless the schema says so. Keywords that no grammar knows are
+    ignored.
+    """
+    function = tool["function"]
+    parameters = function.get("parameters") or {}
+    if not isinstance(parameters, dict):
+        raise RequestError(f"tools: the parameters of {function['name']!r} must be a JSON schema", param="tools")
+    is_closed = bool(parameters.get("properties")) and not COMBINING_KEYWORDS & parameters.keys()
+    closing = {"additionalProperties": False} if is_closed else {}
+    return {"type": "object", **closing, **parameters, **_IGNORING_UNKNOWN_KEYWORDS}
+
+
+def _grammar(rules: list[str], tools: Sequence[dict[str, Any]]) -> Grammar:
+    """Add the rule ``call``: an object with the name of a tool and its arguments.
+
+    The schema of each tool is a document of its own, so that references in it lead to its own definitions.
+    """
+    openings = [f'{{"name": {_json(tool["function"]["name"])}, "arguments": ' for tool in tools]
+    calls = [f'{_json(opening)} arguments_{index} "}}"' for index, opening in enumerate(openings)]
+    schemas = [f"arguments_{index}: %json {_json(arguments_schema(tool))}" for index, tool in enumerate(tools)]
+    return Grammar.of("\n".join([*rules, f"call: {' | '.join(calls)}", *schemas]))
+
+
+def _repeated(further: str, max_calls: int | None) -> str:
+    return "" if max_calls == 1 else f"({further}){{0,{(max_calls or MAX_CALLS) - 1}}}"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,98 @@
+"""Tools for models whose chat template presents none: tools, calls and results become text of the conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from hdtool.data.chat import conversation_text, has_chat_template
+from hdtool.data.errors import PromptError, ToolsError
+from hdtool.runtime.integrations.server.instructions import (
+    SYSTEM,
+    USER,
+    join_changed,
+    takes_instructions,
+)
+from hdtool.runtime.integrations.server.tool_calls import CALL_CLOSING, CALL_OPENING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Row = dict[str, Any]
+RESULT_OPENING, RESULT_CLOSING = "<tool_response>", "</tool_response>"
+PROBE = {
+    "type": "function",
+    "function": {"name": "probe", "description": "Probe.", "parameters": {"type": "object", "properties": {}}},
+}
+TOOL_PROMPT = f"""\
+# Tools
+
+You answer with the help of functions. Each line describes one, with the JSON schema of its arguments:
+{{tools}}
+
+When a function helps, answer with a call of it and nothing after it:
+{CALL_OPENING}
+{{{{"name": "...", "arguments": {{{{...}}}}}}}}
+{CALL_CLOSING}
+
+Several calls may follow each other. You then get their results, in order, between {RESULT_OPENING} and \
+{RESULT_CLOSING}. When no function helps, answer in words."""
+
+
+class GenericTools:
+    """Renders conversations with tools for one model, so that a conversation keeps its beginning as it grows."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._takes_instructions = takes_instructions(tokenizer)
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Self | None:
+        """Return None if the tokenizer's chat template presents tools, or if there is no template."""
+        return None if presents_tools(tokenizer) or not has_chat_template(tokenizer) else cls(tokenizer)
+
+    def conversation(self, messages: Sequence[Row], tools: Sequence[Row]) -> list[Row]:
+        """Return messages of the system, users and the assistant only; the first of them presents the tools.
+
+        Results become a user's messages, joined with those next to them, for templates whose turns must alternate.
+        """
+        turns = [self._turn(message) for message in messages]
+        if tools:
+            prompt, _ = self._turn({"role": SYSTEM, "content": tool_prompt(tools)})
+            turns.insert(int(messages[0]["role"] == SYSTEM), (prompt, True))
+        return join_changed(turns)
+
+    def _turn(self, message: Row) -> tuple[Row, bool]:
+        """Return a message that every template knows, and whether its role is another than before."""
+        if message["role"] == SYSTEM and not self._takes_instructions:
+            return {**message, "role": USER}, True
+        if message["role"] == "tool":
+            return {"role": USER, "content": f"{RESULT_OPENING}\n{message['content']}\n{RESULT_CLOSING}"}, True
+        if calls := message.get("tool_calls"):
+            shown = {name: value for name, value in message.items() if name != "tool_calls"}
+            return shown | {"content": "\n".join([*filter(None, [message["content"]]), *map(_marked, calls)])}, False
+        return message, False
+
+
+def presents_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if the chat template presents tools, or refuses a conversation of a single question."""
+    try:
+        conversation_text(tokenizer, [{"role": USER, "content": "question"}], chat=True, tools=[PROBE])
+    except ToolsError:
+        return False
+    except PromptError:
+        pass
+    return True
+
+
+def tool_prompt(tools: Sequence[Row]) -> str:
+    return TOOL_PROMPT.format(tools="\n".join(_json(tool["function"]) for tool in tools))
+
+
+def _marked(call: Row) -> str:
+    function = call["function"]
+    return f"{CALL_OPENING}\n{_json({'name': function['name'], 'arguments': function['arguments']})}\n{CALL_CLOSING}"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,249 @@
+"""Tools for a model whose chat template presents none: as text in the conversation, and held by a grammar."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict
+from transformers import PreTrainedTokenizerBase
+
+from hdtool.data import demo
+from hdtool.data.chat import conversation_text, encode_text
+from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.generation.grammar import GrammarCompiler
+from hdtool.runtime.integrations.server.call_grammar import array_of_calls, marked_calls
+from hdtool.runtime.integrations.server.formats import RequestError
+from hdtool.runtime.integrations.server.generic_tools import GenericTools, tool_prompt
+from hdtool.runtime.integrations.server.preparation import Preparer
+from hdtool.runtime.integrations.server.requests import ChatRequest, template_messages
+from hdtool.runtime.target.load import load, load_tokenizer
+from tests.server.test_late_instructions import ALTERNATING, TURNS
+from tests.support.server import ALWAYS_DRAFTS, RunningServer
+
+if TYPE_CHECKING:  # imported by the worker that uses it, as that takes seconds
+    import openai
+
+Row = dict[str, Any]
+USERS_FIRST = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + ALTERNATING
+DROPPING = TURNS.replace("in messages", "in messages if message.role != 'system'")
+WITH_TOOLS = "{{ tools | tojson if tools }}" + TURNS
+
+
+def tool(name: str, **properties: Any) -> Row:
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+WEATHER = tool("weather", unit={"$ref": "#/$defs/unit"}, days={"type": "integer", "minimum": 1, "maximum": 9})
+WEATHER["function"]["parameters"]["$defs"] = {"unit": {"enum": ["C", "F"]}}
+TIME = tool(
+    "time", zone={"enum": ["CET", "UTC"], "propertyNames": {}, "description": "zone ::= a name, // or a number"}
+)
+TOOLS = [WEATHER, TIME]
+
+
+class Weather(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    unit: Literal["C", "F"]
+    days: int
+
+
+def called(name: str, arguments: Row) -> Row:
+    return {"id": "a", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+
+
+HISTORY: list[Row] = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "How is Rome?"},
+    {"role": "assistant", "content": "Let me look.", "tool_calls": [called("weather", {"unit": "C", "days": 1})] * 2},
+    {"role": "tool", "tool_call_id": "a", "content": "sunny"},
+    {"role": "tool", "tool_call_id": "a", "content": "rainy"},
+    {"role": "assistant", "content": "It is both."},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": None, "tool_calls": [called("time", {"zone": "é"})]},
+    {"role": "tool", "tool_call_id": "a", "content": "noon"},
+]
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load_tokenizer(ModelConfig())
+
+
+def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Row], tools: list[Row]) -> str:
+    generic = GenericTools.of(tokenizer)
+    assert generic
+    given = template_messages(ChatRequest.of({"messages": messages}).messages)
+    return conversation_text(tokenizer, generic.conversation(given, tools), chat=True)
+
+
+def test_a_template_that_presents_tools_is_used(tokenizer: PreTrainedTokenizerBase) -> None:
+    for template, is_generic in ((WITH_TOOLS, False), (None, False), (TURNS, True), (USERS_FIRST, True)):
+        tokenizer.chat_template = template
+        assert (GenericTools.of(tokenizer) is not None) is is_generic
+
+
+def test_calls_and_results_are_text_of_the_assistant_and_of_a_user(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = TURNS
+    call = '<tool_call>\n{"name": "weather", "arguments": {"unit": "C", "days": 1}}\n</tool_call>'
+    assert rendered(tokenizer, HISTORY, TOOLS) == (
+        f"<system>Be short.\n\n{tool_prompt(TOOLS)}<user>How is Rome?<assistant>Let me look.\n{call}\n{call}"
+        "<user><tool_response>\nsunny\n</tool_response>\n\n<tool_response>\nrainy\n</tool_response>"
+        "<assistant>It is both.<user>And now?"
+        '<assistant><tool_call>\n{"name": "time", "arguments": {"zone": "é"}}\n</tool_call>'
+        "<user><tool_response>\nnoon\n</tool_response>"
+    )
+    assert all(json.dumps(one["function"], ensure_ascii=False) in tool_prompt(TOOLS).splitlines() for one in TOOLS)
+
+
+@pytest.mark.parametrize("template", [TURNS, ALTERNATING, USERS_FIRST, DROPPING])
+@pytest.mark.parametrize("tools", [TOOLS, []], ids=["tools", "no tools"])
+@pytest.mark.parametrize("start", [0, 1], ids=["instructions", "no instructions"])
+def test_a_conversation_keeps_its_beginning_as_it_grows(
+    tokenizer: PreTrainedTokenizerBase, template: str, tools: list[Row], start: int
+) -> None:
+    """Whether templates take a system message, or demand that turns alternate."""
+    tokenizer.chat_template = template
+    whole = rendered(tokenizer, HISTORY[start:], tools)
+    assert ("Be short." in whole) is not start
+    assert (tool_prompt(TOOLS) in whole) is bool(tools)
+    for length in range(2, len(HISTORY)):
+        assert whole.startswith(rendered(tokenizer, HISTORY[start:length], tools))
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"unit": "C", "days": 3}}\n</tool_call>'
+NEXT = '\n<tool_call>\n{"name": "time", "arguments": {"zone": "UTC"}}\n</tool_call>'
+ARRAY = '[{"name": "weather", "arguments": {"unit": "C", "days": 3}}'
+FREE: Row = {"is_required": False, "is_thinking": False}
+REQUIRED, THINKING = FREE | {"is_required": True}, FREE | {"is_thinking": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "answer", "followed"),
+    [
+        (FREE, "A text with <tool_cal, </tool_call>\n{ and ü", None),
+        (FREE, f"Let me look.\n{CALL}{NEXT}", None),
+        (FREE, CALL + NEXT, None),
+        (FREE, "See <tool_call> there", "See <tool_call>"),
+        (FREE, CALL.replace("weather", "whether"), '<tool_call>\n{"name": "w'),
+        (FREE, CALL.replace("C", "K"), '<tool_call>\n{"name": "weather", "arguments": {"unit": "'),
+        (FREE, CALL + " Well.", CALL),
+        (FREE | {"max_calls": 1}, CALL + NEXT, CALL),
+        (REQUIRED, CALL + NEXT, None),
+        (REQUIRED, "Well.", ""),
+        (THINKING, f"Do I <tool_call>?</think>\n\nYes.{CALL}", None),
+        (THINKING, f"</think>{CALL} Well.", f"</think>{CALL}"),
+    ],
+)
+def test_answers_that_the_grammar_follows(
+    tokenizer: PreTrainedTokenizerBase, options: Row, answer: str, followed: str | None
+) -> None:
+    """``followed`` is how far; None if the answer may end where it does."""
+    ends = [tokenizer.eos_token_id]
+    compiler = GrammarCompiler(tokenizer, ends, len(tokenizer))
+    guide = compiler.guide(marked_calls(TOOLS, **{"max_calls": None} | options))
+    ids = encode_text(tokenizer, answer, special=False)
+    allowed = guide.allowed([*ids, *ends])
+    assert tokenizer.decode(ids[:allowed]) == (answer if followed is None else followed)
+    assert (allowed == len(ids) + 1) is (followed is None)
+
+
+def test_an_array_of_calls_knows_the_definitions_of_each_tool(tokenizer: PreTrainedTokenizerBase) -> None:
+    compiler = GrammarCompiler(tokenizer, [tokenizer.eos_token_id], len(tokenizer))
+    for max_calls, end in ((1, "]"), (None, ', {"name": "time", "arguments": {"zone": "CET"}}]')):
+        ids = encode_text(tokenizer, ARRAY + end, special=False)
+        assert compiler.guide(array_of_calls(TOOLS, max_calls)).allowed(ids) == len(ids)
+
+
+def test_a_schema_that_no_grammar_can_hold_is_refused_by_the_name_of_its_tool() -> None:
+    preparer = Preparer(load(ModelConfig()), DecodeConfig("ar"), SamplingConfig())
+
+    def refused(*tools: Row, choice: str = "auto") -> str:
+        request = {"messages": [{"role": "user", "content": "Hi"}], "tools": list(tools), "tool_choice": choice}
+        with pytest.raises(RequestError) as error:
+            preparer.chat(ChatRequest.of(request), "")
+        assert (error.value.status, error.value.param) == (400, "tools")
+        return str(error.value)
+
+    broken, number = tool("f", a={"type": "person"}), {"type": "function", "function": {"name": "g", "parameters": 3}}
+    for choice in ("auto", "required"):
+        message = refused(TIME, broken, choice=choice)
+        assert message == "tools: f: the JSON schema cannot be used (Invalid type: person): correct it"
+    assert refused(number) == "tools: the parameters of 'g' must be a JSON schema"
+
+
+MARK = "<tool_call>"
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model, whose template presents no tools, with a bias to call one."""
+    folder = tmp_path_factory.mktemp("calling") / "demo"
+    shutil.copytree(demo.MODEL, folder)
+    ids = encode_text(load_tokenizer(ModelConfig()), MARK, special=False)
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings["sequence_bias"] = [[ids[: length + 1], 50.0] for length in range(len(ids))]
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(calling: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with RunningServer(log, str(calling), "--served-model-name", "demo", *ALWAYS_DRAFTS) as running:
+        yield running
+        assert "Traceback" not in running.log, running.log
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    import openai
+
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def asked(
+    client: openai.OpenAI, messages: list[Row], *, stream: bool = False, **options: Any
+) -> tuple[str, list[Any], str]:
+    """Return the text, the calls and the reason of the end."""
+    create: Any = client.chat.completions.create
+    given = {"model": "demo", "max_tokens": 90, "temperature": 0.0, "tools": TOOLS} | options
+    got = create(messages=messages, stream=stream, **given)
+    choices = [chunk.choices[0] for chunk in got] if stream else [got.choices[0]]
+    said = [choice.delta if stream else choice.message for choice in choices]
+    calls = [call.function for one in said for call in one.tool_calls or ()]
+    return "".join(one.content or "" for one in said), calls, choices[-1].finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("options", [{}, {"tool_choice": "required"}, {"temperature": 1.0, "seed": 3}])
+def test_a_call_matches_the_schema_of_its_tool(client: openai.OpenAI, stream: bool, options: Row) -> None:
+    question = {"role": "user", "content": "How is Rome?"}
+    text, calls, reason = asked(client, [question], stream=stream, parallel_tool_calls=False, **options)
+    assert (text, len(calls), reason) == ("", 1, "tool_calls")
+    given = {"type": "function", "function": {"name": "weather"}}
+    text, (call,), _ = asked(client, [question], stream=stream, tool_choice=given)
+    assert (text, call.name) == ("", "weather")
+    assert 1 <= Weather.model_validate_json(call.arguments).days <= 9
+
+
+def test_a_model_stays_free_to_answer_in_text(client: openai.OpenAI, calling: Path) -> None:
+    """By a bias against the first token of a call; the answer has the tokens of plain decoding."""
+    loaded = load(ModelConfig(str(calling), threads=1))
+    first = encode_text(loaded.tokenizer, MARK, special=False)[0]
+    messages = [{"role": "user", "content": "How is Rome?"}]
+    text, calls, reason = asked(client, messages, max_tokens=24, logit_bias={str(first): -100})
+    assert text and not calls and reason == "length"
+    assert asked(client, messages, max_tokens=24, logit_bias={str(first): -100}, tool_choice="none")[1] == []
