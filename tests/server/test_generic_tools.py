@@ -152,7 +152,8 @@ def test_answers_that_the_grammar_follows(
     """``followed`` is how far; None if the answer may end where it does."""
     ends = [tokenizer.eos_token_id]
     compiler = GrammarCompiler(tokenizer, ends, len(tokenizer))
-    guide = compiler.guide(marked_calls(TOOLS, **{"max_calls": None} | options))
+    given: Row = {"max_calls": None} | options
+    guide = compiler.guide(marked_calls(TOOLS, **given))
     ids = encode_text(tokenizer, answer, special=False)
     allowed = guide.allowed([*ids, *ends])
     assert tokenizer.decode(ids[:allowed]) == (answer if followed is None else followed)
