@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
+import torch
 from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedTokenizerBase
 
@@ -124,6 +125,8 @@ def test_a_conversation_keeps_its_beginning_as_it_grows(
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"unit": "C", "days": 3}}\n</tool_call>'
 NEXT = '\n<tool_call>\n{"name": "time", "arguments": {"zone": "UTC"}}\n</tool_call>'
+BARE = '{"name": "weather", "arguments": {"unit": "C", "days": 3}}'
+BLOCK = '```json\n{\n  "name": "time",\n  "arguments": {"zone": "UTC"}\n}\n```'
 ARRAY = '[{"name": "weather", "arguments": {"unit": "C", "days": 3}}'
 FREE: Row = {"is_required": False, "is_thinking": False}
 REQUIRED, THINKING = FREE | {"is_required": True}, FREE | {"is_thinking": True}
@@ -140,6 +143,10 @@ REQUIRED, THINKING = FREE | {"is_required": True}, FREE | {"is_thinking": True}
         (FREE, CALL.replace("C", "K"), '<tool_call>\n{"name": "weather", "arguments": {"unit": "'),
         (FREE, CALL + " Well.", CALL),
         (FREE | {"max_calls": 1}, CALL + NEXT, CALL),
+        (FREE, 'She is {"name": "Ada", "arguments": {"unit": "K"}}.', None),
+        (FREE, f"So: {BARE}", None),
+        (FREE, BLOCK, None),
+        (FREE, BARE.replace("C", "K"), '{"name": "weather", "arguments": {"unit": "'),
         (REQUIRED, CALL + NEXT, None),
         (REQUIRED, "Well.", ""),
         (THINKING, f"Do I <tool_call>?</think>\n\nYes.{CALL}", None),
@@ -150,14 +157,16 @@ def test_answers_that_the_grammar_follows(
     tokenizer: PreTrainedTokenizerBase, options: Row, answer: str, followed: str | None
 ) -> None:
     """``followed`` is how far; None if the answer may end where it does."""
-    ends = [tokenizer.eos_token_id]
-    compiler = GrammarCompiler(tokenizer, ends, len(tokenizer))
+    end = tokenizer.eos_token_id
+    compiler = GrammarCompiler(tokenizer, [end], len(tokenizer))
     given: Row = {"max_calls": None} | options
     guide = compiler.guide(marked_calls(TOOLS, **given))
     ids = encode_text(tokenizer, answer, special=False)
-    allowed = guide.allowed([*ids, *ends])
+    allowed = guide.allowed(ids)
     assert tokenizer.decode(ids[:allowed]) == (answer if followed is None else followed)
-    assert (allowed == len(ids) + 1) is (followed is None)
+    if followed is None:
+        guide.extend(ids)
+        assert not guide.forbidden(torch.device("cpu"), len(tokenizer))[end]
 
 
 def test_an_array_of_calls_knows_the_definitions_of_each_tool(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -9,13 +9,12 @@ from typing import Any
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.generation.grammar import JSON_LAYOUT
 from hdtool.runtime.integrations.server.formats import RequestError
-from hdtool.runtime.integrations.server.tool_calls import CALL_CLOSING, CALL_OPENING
+from hdtool.runtime.integrations.server.tool_calls import CALL_CLOSING, CALL_OPENING, unmarked_call
 
 MAX_CALLS = 8
 """Maximum number of calls in one answer, because a small model may repeat a call without end."""
 COMBINING_KEYWORDS = {"allOf", "anyOf", "oneOf", "$ref"}
 """Keywords of schemas that may add properties to those beside them."""
-_TEXT, _THOUGHT = r"/(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/", r"/(?s:.*)<\/think>/"
 _IGNORING_UNKNOWN_KEYWORDS = {"x-guidance": {**JSON_LAYOUT, "lenient": True}}
 
 
@@ -28,19 +27,24 @@ def array_of_calls(tools: Sequence[dict[str, Any]], max_calls: int | None) -> Gr
 def marked_calls(
     tools: Sequence[dict[str, Any]], max_calls: int | None, *, is_required: bool, is_thinking: bool
 ) -> Grammar:
-    """Return the grammar of answers that are text without ``CALL_OPENING``, or whose end are marked calls.
+    """Return the grammar of answers that are text without calls, or whose end are marked calls or one without marks.
 
     With ``is_required``, an answer is calls only. With ``is_thinking``, it begins with a thought up to ``</think>``.
     """
+    names = [tool["function"]["name"] for tool in tools]
+    unmarked = [f"unmarked_{index}" for index in range(len(names))]
     further = _repeated(f'"\\n{CALL_OPENING}" marked', max_calls)
-    calls = f'"{CALL_OPENING}" marked {further}' if is_required else f"TEXT | opening marked {further}"
+    beginnings = [f"opening marked {further}"]
+    beginnings += [f'{name} " "? arguments_{index} END' for index, name in enumerate(unmarked)]
     rules = [
         f"start: {'thought ' * is_thinking}answer",
-        f"answer: {calls}",
+        f'answer: "{CALL_OPENING}" marked {further}' if is_required else f"answer: TEXT | {' | '.join(beginnings)}",
         f'opening[lazy]: TEXT "{CALL_OPENING}"',
         f'marked: "\\n" call "\\n{CALL_CLOSING}"',
-        f"TEXT: {_TEXT}",
-        f"thought[lazy]: {_THOUGHT}",
+        *(f"{rule}[lazy]: /(?s:.*){unmarked_call([name])}/" for rule, name in zip(unmarked, names, strict=True)),
+        r"END: /\s{0,9}\}(\s{0,9}\n```)?/",
+        f"TEXT: /(?s:.*)/ & ~/(?s:.*)({CALL_OPENING}|{unmarked_call(names)})(?s:.*)/",
+        r"thought[lazy]: /(?s:.*)<\/think>/",
     ]
     return _grammar(rules, tools)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,8 @@ class ThinkingReader:
         return taken
 
 
+MARKED, UNMARKED = "tool_calls", "unmarked_calls"
+"""Names of the fields with calls in response templates of hdtool."""
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names that response templates use for the field with the reasoning."""
 
@@ -134,6 +137,20 @@ CALL_NOTATIONS = (
 """Notations of Qwen 3.5 and Qwen Coder, Hermes and Qwen, Mistral, and Llama 3; the first matching marker decides."""
 
 
+def unmarked_call(names: Iterable[str]) -> str:
+    """Return a regular expression for the beginning of a call of one of these functions, up to its arguments.
+
+    Qwen2.5-Coder and others write calls without marks, or as a block of code.
+    """
+    escaped = (re.escape(json.dumps(name, ensure_ascii=False)).replace("/", r"\/") for name in names)
+    return rf'\{{\s*"name"\s*:\s*(?:{"|".join(escaped)})\s*,\s*"arguments"\s*:'
+
+
+def _unmarked_field(names: Sequence[str]) -> dict[str, Any]:
+    opening = rf"\s*(?:```(?:json)?\s*)?(?={unmarked_call(names)})"
+    return {"open_pattern": opening, "close_pattern": r"\s*\n```\s*", "repeats": True, **_JSON}
+
+
 class ToolCallReader:
     """Splits the text of an answer into plain text, reasoning and tool calls while it is generated."""
 
@@ -161,18 +178,21 @@ class ToolCallReader:
         self._takes_calls = bool(tools)
         self._opening = self._unread = ""
         marker = CALL_OPENING if is_generic else str(getattr(tokenizer, "chat_template", ""))
-        template = response_template or self._fallback(marker)
+        names = [tool["function"]["name"] for tool in tools]
+        template = response_template or self._fallback(marker, names)
         self._parser = (
             tokenizer.get_response_parser(template, prefix=prompt if response_template else "", tools=list(tools))
             if template
             else None
         )
 
-    def _fallback(self, chat_template: str) -> dict[str, Any] | None:
+    def _fallback(self, chat_template: str, names: Sequence[str]) -> dict[str, Any] | None:
         for notation in CALL_NOTATIONS:
             if notation.marker in chat_template:
                 self._opening = notation.opening
-                fields = {"tool_calls": notation.field, "content": {"content": "text"}}
+                fields = {MARKED: notation.field, "content": {"content": "text"}}
+                if notation.marker == CALL_OPENING and names:
+                    fields[UNMARKED] = _unmarked_field(names)
                 return {"start_anchor_pattern": "^", "fields": fields}
         return None
 
@@ -208,11 +228,11 @@ class ToolCallReader:
                 self._unread += text
             elif event["type"] == "region_close":
                 self._unread = ""
-            if event["type"] == "region_close" and field == "tool_calls":
+            if event["type"] == "region_close" and field in (MARKED, UNMARKED):
                 new_calls = calls_of(event["value"]) if self._takes_calls else []
                 calls += new_calls
                 if not new_calls:
-                    plain += self._opening + _text_of(event["value"])
+                    plain += self._opening * (field == MARKED) + _text_of(event["value"])
         return plain, reasoning, calls
 
 
