@@ -54,7 +54,7 @@ class Answerer:
         refuse_settings(self.loaded.target.model.generation_config)
         self.store_set = self.loaded.library(store_set).open_for(decoding)
         self._threads = model.threads
-        self._decoding = decoding
+        self.decoding = decoding
         self.sampling = sampling
         self._chat = chat
         self._rankings = rankings
@@ -68,11 +68,11 @@ class Answerer:
         def make() -> list[Drafter]:
             torch.set_num_threads(all_threads)
             choose_threads(target, self._threads, quick_record(target, what="threads"))
-            return drafters_for(self._decoding, target, self.store_set)
+            return drafters_for(self.decoding, target, self.store_set)
 
         if is_compiling(DRAFTER):  # until the drafters join
             choose_threads(target, self._threads)
-        return deferred(self._decoding.method, make, self._decoding.batch_size)
+        return deferred(self.decoding.method, make, self.decoding.batch_size)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise PromptError if a prompt cannot be answered; if several are given, the error says which."""
@@ -93,7 +93,7 @@ class Answerer:
         if len(drafters) > 1:
             session = Session[Dialogue](target, target.allocate(len(drafters)))
         else:  # a conversation goes on in the target's own cache
-            prefixes = PrefixCache() if self._decoding.prefix_caching else None
+            prefixes = PrefixCache() if self.decoding.prefix_caching else None
             session = Session[Dialogue](target, target.cache, prefixes=prefixes)
         stop = self.sampling.stop
         return Dialogues(session, prompts, drafters, self._request, self.loaded.tokenizer, stop).answers()
@@ -101,7 +101,7 @@ class Answerer:
     def _request(self, dialogue: Dialogue, drafter: Drafter) -> Request[Dialogue]:
         ids = self._encode_checked(dialogue.prompt, dialogue.messages)
         drafter, masks = self._drafter_and_masks(drafter, dialogue.prompt)
-        max_new_tokens = self._decoding.max_new_tokens
+        max_new_tokens = self.decoding.max_new_tokens
         sampler, stops = sampler_for(self.loaded, self.sampling, ids, max_new_tokens=max_new_tokens, first=masks)
         prediction = self._prediction(dialogue) if drafter.predicts else []
         return Request(dialogue, ids, sampler, drafter, stops, prediction, max_new_tokens)
@@ -109,13 +109,13 @@ class Answerer:
     def _drafter_and_masks(self, drafter: Drafter, prompt: Prompt) -> tuple[Drafter, Sequence[LogitsProcessor]]:
         """Return the drafter for an answer, and logits processors that mask tokens the prompt's grammar forbids."""
         guide = self._grammars.guide(prompt.grammar) if prompt.grammar else None
-        drafter = guided_drafter(drafter, guide, self._decoding.draft_tokens)
+        drafter = guided_drafter(drafter, guide, self.decoding.draft_tokens)
         return (RankingRecorder(drafter, self._rankings) if self._rankings else drafter), masks_of(guide)
 
     def _encode_checked(self, prompt: Prompt, messages: Sequence[Message]) -> list[int]:
         """Encode messages; raise PromptError if they leave no room for an answer."""
         ids = encode_conversation(self.loaded.tokenizer, messages, chat=self._chat, tools=prompt.tools)
-        room_for(self.loaded.target, ids, self._decoding.max_new_tokens)
+        room_for(self.loaded.target, ids, self.decoding.max_new_tokens)
         return ids
 
     def _prediction(self, dialogue: Dialogue) -> list[int]:

@@ -1,0 +1,232 @@
+"""Plug-in in the entry point group ``llm``: the models of the command-line tool ``llm`` that hdtool runs.
+
+``llm`` imports this module whenever it starts, so torch and the model are loaded for the first prompt only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin, get_type_hints
+
+import click
+import llm
+from llm.parts import TextPart
+from pydantic import Field, create_model
+
+from hdtool.data import demo
+from hdtool.data.errors import HdtoolError
+from hdtool.data.prompts import Grammar, Message, Prompt
+from hdtool.runtime.config.decoding import METHODS, DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.config.settings import Settings
+
+if TYPE_CHECKING:
+    from hdtool.runtime.answerer import Answerer
+    from hdtool.runtime.core.sequence import Stats
+
+PREFIX = "hdtool/"
+"""Beginning of the names of hdtool's models."""
+MAX_TOKENS = 1024
+OFFERED: Mapping[type[Settings], tuple[str, ...]] = {
+    ModelConfig: ("device", "dtype", "quantization", "activations", "threads", "revision", "gguf_file"),
+    DecodeConfig: ("method", "sources", "draft_tokens", "history"),
+    StoresConfig: ("model_db", "corpus_db"),
+    SamplingConfig: ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop"),
+}
+"""Settings that are options of a prompt, besides ``max_tokens``."""
+HELPS = {"method": f"Drafting method: {', '.join(METHODS)}.", "stop": "Text that ends an answer and is cut off."}
+"""Help texts that replace those of the settings."""
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+Configured = TypeVar("Configured", bound=Settings)
+_async_answers = ThreadPoolExecutor(1, "hdtool-llm")
+"""Thread in which async models answer one prompt after the other."""
+
+
+def _options() -> type[Any]:
+    """Return the class of a model's options: those in ``OFFERED``, each None unless the user gives it."""
+    limit = Field(None, ge=1, description=f"Maximum tokens in an answer. Default: {MAX_TOKENS}.")
+    options: dict[str, Any] = {"max_tokens": (int | None, limit)}
+    for kind, names in OFFERED.items():
+        types = get_type_hints(kind)
+        for one in fields(kind):
+            if one.name in names:
+                accepted = str if get_origin(types[one.name]) is tuple else types[one.name]
+                options[one.name] = (
+                    accepted | None,
+                    Field(None, description=HELPS.get(one.name, one.metadata["help"])),
+                )
+    created: type[Any] = create_model("Options", __base__=llm.Options, **options)
+    return created
+
+
+def _settings(kind: type[Configured], options: Any, **more: Any) -> Configured:
+    """Return the settings that the options of a prompt give; ``more`` holds further settings."""
+    given = {name: value for name in OFFERED[kind] if (value := getattr(options, name)) is not None}
+    if "stop" in given:
+        given["stop"] = (given["stop"],)
+    return kind(**given, **more)
+
+
+class HdtoolModel(llm.Model):  # type: ignore[misc]  # llm is not installed for type checks
+    """Model of ``llm`` that hdtool runs. It is loaded for the first prompt and stays loaded."""
+
+    can_stream = True
+    supports_schema = True
+    Options = _options()
+
+    def __init__(self, name: str, place: str) -> None:
+        """``place`` is a folder, a hub name, a GGUF file, or a name of the demo's models."""
+        self.model_id = PREFIX + name
+        self._place = place
+        self._answerer: Answerer | None = None
+        self._loaded_with: tuple[Settings, ...] = ()
+        """Settings with which ``_answerer`` was loaded."""
+
+    def execute(self, prompt: Any, stream: bool, response: Any, conversation: object) -> Iterator[str]:
+        """Yield the answer in pieces, and report its tokens, steps and drafts by source as its usage."""
+        try:
+            for answer in self._ready(prompt.options).all_answers([_conversation(prompt)]):
+                yield from answer
+                response.set_usage(
+                    input=answer.prompt_tokens, output=answer.stats.tokens, details=_usage_details(answer.stats)
+                )
+                response.response_json = {"finish": answer.stats.finish}
+        except HdtoolError as error:
+            raise llm.ModelError(str(error)) from None
+
+    def _ready(self, options: Any) -> Answerer:
+        """Return the answerer for a prompt with these options; it is loaded again if they change more than sampling."""
+        from transformers.utils import logging
+
+        from hdtool.runtime.answerer import Answerer
+
+        logging.set_verbosity_error()
+        sampling = _settings(SamplingConfig, options)
+        model, decoding = _settings(ModelConfig, options, model=self._place), _settings(DecodeConfig, options)
+        settings = model, decoding, (stores := _settings(StoresConfig, options))
+        if self._answerer is None or self._loaded_with != settings:
+            self._answerer = None  # frees the memory of the model before another one is loaded
+            self._answerer, self._loaded_with = Answerer(model, decoding, sampling, store_set=stores), settings
+        self._answerer.sampling = sampling
+        self._answerer.decoding = replace(decoding, max_new_tokens=options.max_tokens or MAX_TOKENS)
+        return self._answerer
+
+
+class AsyncHdtoolModel(llm.AsyncModel):  # type: ignore[misc]  # llm is not installed for type checks
+    """Async counterpart of a ``HdtoolModel``, which does the work in a thread of its own."""
+
+    can_stream = True
+    supports_schema = True
+    Options = HdtoolModel.Options
+
+    def __init__(self, model: HdtoolModel) -> None:
+        self.model_id = model.model_id
+        self._model = model
+
+    async def execute(self, prompt: Any, stream: bool, response: Any, conversation: object) -> AsyncIterator[str]:
+        """Yield the answer in pieces; if the caller stops early, the rest is not generated."""
+        loop, pieces, left = asyncio.get_running_loop(), asyncio.Queue[str | None](), Event()
+
+        def answer() -> None:
+            try:
+                for piece in self._model.execute(prompt, stream, response, None):
+                    loop.call_soon_threadsafe(pieces.put_nowait, piece)
+                    if left.is_set():
+                        return
+            finally:
+                loop.call_soon_threadsafe(pieces.put_nowait, None)
+
+        answered = loop.run_in_executor(_async_answers, answer)
+        try:
+            while (piece := await pieces.get()) is not None:
+                yield piece
+            await answered
+        finally:
+            left.set()
+
+
+def _conversation(prompt: Any) -> Prompt:
+    """Return a prompt of ``llm`` with the conversation before it; only the text of messages is read."""
+    messages: list[Message] = [
+        {"role": message.role, "content": text}
+        for message in prompt.messages
+        if (text := "".join(part.text for part in message.parts if isinstance(part, TextPart)))
+    ]
+    return Prompt(tuple(messages), grammar=Grammar.json_schema(prompt.schema) if prompt.schema else None)
+
+
+def _usage_details(stats: Stats) -> dict[str, Any]:
+    """Return what ``llm`` shows beside the numbers of tokens; zeros are left out."""
+    details: dict[str, Any] = {
+        "tokens_per_step": round(stats.tokens_per_step, 2),
+        "steps": stats.steps,
+        "cached_tokens": stats.cached_tokens,
+        "sources": {
+            str(source): {"drafted": int(stats.drafted[source]), "accepted": int(stats.accepted[source])}
+            for source in stats.that_drafted
+        },
+    }
+    return {name: value for name, value in details.items() if value}
+
+
+_model = cache(HdtoolModel)  # `llm` registers all models again for each look-up, and a loaded one stays loaded
+
+
+@llm.hookimpl
+def register_models(register: Callable[..., None]) -> None:
+    """Register the demo's models and those that the user added."""
+    for name, place in {**{one: one for one in demo.NAMES}, **_added()}.items():
+        register(_model(name, place), AsyncHdtoolModel(_model(name, place)))
+
+
+@llm.hookimpl
+def register_commands(cli: click.Group) -> None:
+    """Add ``llm hdtool add`` and ``llm hdtool remove``."""
+
+    @cli.group()
+    def hdtool() -> None:
+        """Add models that hdtool runs, or remove them."""
+
+    @hdtool.command()
+    @click.argument("model")
+    @click.option("--name", help="Name after hdtool/. Default: that of the folder, file or model.")
+    def add(model: str, name: str | None) -> None:
+        """Add the MODEL in a folder, in a GGUF file or on the hub as hdtool/NAME."""
+        path = Path(model).expanduser().resolve()
+        if path.exists():
+            name, model = name or path.name.removesuffix(".gguf"), str(path)
+        elif not HUB_NAME.fullmatch(model):
+            raise click.ClickException(f"{model} is no folder or file here, and no name on the hub, as in OWNER/NAME")
+        _write({**_added(), name or model: model})
+        click.echo(f"added {PREFIX}{name or model}")
+
+    @hdtool.command()
+    @click.argument("name")
+    def remove(name: str) -> None:
+        """Remove the model hdtool/NAME from the list of llm; its files stay."""
+        added = _added()
+        if added.pop(name.removeprefix(PREFIX), None) is None:
+            raise click.ClickException(f"no model {name} was added: llm models -q {PREFIX} lists them")
+        _write(added)
+
+
+def _models_file() -> Path:
+    path: Path = llm.user_dir() / "hdtool-models.json"
+    return path
+
+
+def _added() -> dict[str, str]:
+    """Return the place of each model that the user added, by its name."""
+    return dict(json.loads(_models_file().read_text(encoding="utf-8"))) if _models_file().exists() else {}
+
+
+def _write(added: Mapping[str, str]) -> None:
+    _models_file().write_text(json.dumps(added, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
