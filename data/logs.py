@@ -5,8 +5,8 @@ streamed answer is empty, so the answer is joined from its chunks, which have id
 chat template (``--enable-log-requests``; from 0.11 at level DEBUG) and answers (``--enable-log-outputs``); some
 versions of vLLM log the JSON body of a request. Requests and answers are paired, and all other lines are skipped.
 
-``llm`` up to 0.31 has one row of ``responses`` per exchange. Later versions keep messages as a tree: ``message_nodes``
-point to their parents, and ``turns`` to the node of each answer.
+``llm`` up to 0.31 has one row of ``responses`` per exchange. Later versions keep ``messages`` as a tree: each
+points to its parent, and ``turns`` to each answer.
 """
 
 from __future__ import annotations
@@ -252,20 +252,30 @@ def _is_nested(value: Any) -> bool:
 
 
 SQLITE_MAGIC = b"SQLite format 3\0"
+TABLES_OF_TURNS = {"turns", "messages", "parts", "fragments"}
 LEAVES_QUERY = """
-select turns.id, output_node_id from turns where output_node_id not in
-(select parent_id from message_nodes where parent_id is not null) order by turns.rowid
+select id, tip_message_hash from turns where tip_message_hash not in
+(select parent_hash from messages where parent_hash is not null) order by rowid
 """
 CHAIN_QUERY = """
-with recursive chain(id, parent_id, message_id, depth) as (
-  select id, parent_id, message_id, 0 from message_nodes where id = ?
+with recursive chain(hash, parent_hash, role, depth) as (
+  select hash, parent_hash, role, 0 from messages where hash = ?
   union all
-  select node.id, node.parent_id, node.message_id, depth + 1
-  from message_nodes node join chain on node.id = chain.parent_id
-  where depth < (select count(*) from message_nodes)
+  select earlier.hash, earlier.parent_hash, earlier.role, depth + 1
+  from messages earlier join chain on earlier.hash = chain.parent_hash
+  where depth < (select count(*) from messages)
 )
-select messages.role, messages.parts from chain join messages on messages.id = chain.message_id order by depth desc
+select role, (
+  select group_concat(coalesce(text, (
+    select group_concat(coalesce(
+      json_extract(piece.value, '$.literal'),
+      (select content from fragments where fragments.id = json_extract(piece.value, '$.fragment'))
+    ), '') from json_each(iif(json_valid(payload), payload, '{}'), '$.text_ref') piece
+  )), '')
+  from (select text, payload from parts where message_hash = chain.hash and type = 'text' order by position)
+) from chain order by depth desc
 """
+"""Roles and texts of the messages up to one. A text is stored whole, or as literal pieces and fragments."""
 FRAGMENTS_QUERY = """
 select content from fragments join {table} on {table}.fragment_id = fragments.id
 where {table}.response_id = ? order by {table}."order"
@@ -304,7 +314,7 @@ def _tables(database: sqlite3.Connection) -> set[str]:
 
 
 def _has_answers(tables: set[str]) -> bool:
-    return {"turns", "message_nodes"} <= tables or "responses" in tables
+    return tables >= TABLES_OF_TURNS or "responses" in tables
 
 
 def _opened(file: Path) -> sqlite3.Connection:
@@ -324,23 +334,11 @@ def _opened(file: Path) -> sqlite3.Connection:
 
 
 def _turns(database: sqlite3.Connection, tables: set[str]) -> Iterator[Any]:
-    if not {"turns", "message_nodes", "messages"} <= tables:
+    if not tables >= TABLES_OF_TURNS:
         return
-    for name, node in database.execute(LEAVES_QUERY).fetchall():
-        try:
-            messages = [_message(role, parts) for role, parts in database.execute(CHAIN_QUERY, (node,))]
-        except RowError as fault:
-            yield RowError(f"the parts of a message are {fault}")
-            continue
-        yield {"id": name, "messages": messages}
-
-
-def _message(role: str, parts: Any) -> dict[str, Any]:
-    held = parse_json(str(parts))
-    if not isinstance(held, list):
-        raise RowError("no list")
-    texts = [part.get("text") for part in held if isinstance(part, dict) and part.get("type") == "text"]
-    return {"role": role, "content": "".join(text for text in texts if text)}
+    for name, tip in database.execute(LEAVES_QUERY).fetchall():
+        chain = database.execute(CHAIN_QUERY, (tip,))
+        yield {"id": name, "messages": [{"role": role, "content": text or ""} for role, text in chain]}
 
 
 def _responses(database: sqlite3.Connection, tables: set[str]) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hdtool.data import demo
+from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.target.load import Loaded, load
 from tests.server.plain import plain_text
@@ -164,4 +165,6 @@ def test_the_commands_of_llm(tmp_path: Path) -> None:
     assert json.loads(turn["token_details"])["cached_tokens"] > 0
     assert usages[1].count("tokens_per_step") == 2
     assert refused[0] == 1 and refused[2] == "Error: --temperature must be 0 (greedy) or more, got -1.0\n"
+    (conversation,) = RecordReader([tmp_path / "logs.db"])
+    assert conversation.texts[:3] == (QUESTION, answer[1].removesuffix("\n"), "And `abs`?")
     assert removed[0] == 0 and gone[0] == 1 and "no model mine was added" in gone[2]
