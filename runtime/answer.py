@@ -7,10 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hdtool.data.prompts import Prompt
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish, Stats, Step
-from hdtool.runtime.generation.text_stream import Piece, TextStream, before_stop, cut_at_stop, pieces_of, text_of
+from hdtool.runtime.generation.text_stream import (
+    BeforeStop,
+    Piece,
+    TextStream,
+    before_stop,
+    cut_at_stop,
+    pieces_of,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,22 +59,18 @@ class Answer:
             self.stats.add_seconds(self._seconds_before, self.drafter.seconds)
 
     def __iter__(self) -> Iterator[str]:
-        if not self._stop:  # does the work of ``before_stop`` with fewer nested generators
-            return (text for text in self._texts() if text)
-        pieces = ((text, SourceId.NONE) for text in self._texts())
-        return (text for text, _ in before_stop(pieces, self._stop))
+        text, shown = TextStream(self._tokenizer), BeforeStop(self._stop)
+        while step := self._next_step():
+            if piece := shown.add(text.add(step.tokens)):
+                yield piece
+        if rest := shown.add(text.end(), is_last=True):
+            yield rest
 
     def by_source(self) -> Iterator[Piece]:
         """Generate the answer; yield the text of each token and the source that drafted that token."""
         steps = iter(self._next_step, None)
         drafted = (pair for step in steps for pair in zip(step.tokens, step.sources, strict=True))
         return before_stop(pieces_of(self._tokenizer, drafted), self._stop)
-
-    def _texts(self) -> Iterator[str]:
-        text = TextStream(self._tokenizer)
-        while step := self._next_step():
-            yield text.add(step.tokens)
-        yield text.end()
 
     def _next_step(self) -> Step | None:
         """Return the next step whose text was not given out yet, or None if the answer has ended."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,15 +18,15 @@ from transformers import (
 
 from hdtool.data.errors import HdtoolError, ModelError, error_reason
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sampler import Criterion, Sampler
 from hdtool.runtime.core.sequence import room_for
 from hdtool.runtime.generation.grammar import GrammarCompiler
 from hdtool.runtime.generation.settings import NO_SETTINGS, refuse_settings
-from hdtool.runtime.generation.text_stream import StopTexts
+from hdtool.runtime.generation.text_stream import BeforeStop, TextStream
 from hdtool.runtime.target.load import Loaded
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NEUTRAL_SETTINGS: dict[str, Any] = {
     "prompt_lookup_num_tokens": None,
@@ -43,28 +43,6 @@ NEUTRAL_SETTINGS: dict[str, Any] = {
 """Values that switch off drafting, caching and reporting in ``generate``; none of them changes the output."""
 
 
-class Stops:
-    """Container of the tokens that end an answer: ``ends``, and any token at which a stopping criterion is met."""
-
-    def __init__(
-        self,
-        ends: Container[int],
-        criteria: StoppingCriteriaList,
-        sampler: Sampler,
-        device: torch.device,
-        scores: Callable[[], Any] = lambda: None,
-    ) -> None:
-        """``scores`` returns the scores to pass to the criteria."""
-        self._ends, self._criteria, self._sampler = ends, criteria, sampler
-        self._device, self._scores = device, scores
-
-    def __contains__(self, token: object) -> bool:
-        if token in self._ends:
-            return True
-        # Criteria may be stateful, so each must be called exactly once per token.
-        return bool(self._criteria) and bool(self._criteria(self._sampler.ids(self._device), self._scores()).all())
-
-
 def sampler_for(
     loaded: Loaded,
     config: SamplingConfig,
@@ -72,19 +50,41 @@ def sampler_for(
     *,
     max_new_tokens: int,
     first: Sequence[LogitsProcessor] = (),
-) -> tuple[Sampler, Container[int]]:
+) -> tuple[Sampler, frozenset[int]]:
     """Return ``(sampler, stops)`` for one answer, with the processors and criteria that ``generate`` would use.
 
-    Options that are None in ``config`` come from the model's generation settings, else from the defaults of
+    ``stops`` are the tokens that end any answer; the sampler ends this one where a stopping criterion or a stop string
+    does. Options that are None in ``config`` come from the model's generation settings, else from the defaults of
     transformers. The processors in ``first`` run before those of ``generate``. Raise ModelError if the settings cannot
     be used.
     """
     room, _ = room_for(loaded.target, prompt, max_new_tokens)
     processors, criteria = _processors_and_criteria(loaded, config, prompt, room)
-    sampler = Sampler(config, prompt, processors=LogitsProcessorList([*first, *processors]))
-    ends = loaded.stops
-    stops = Stops(ends, criteria, sampler, loaded.target.model.device) if criteria else ends
-    return sampler, StopTexts(loaded.tokenizer, config.stop, stops) if config.stop else stops
+    ends = [meets(criteria, loaded.target.model.device)] if criteria else []
+    if config.stop:
+        ends.append(_completes(config.stop, loaded.tokenizer))
+    return Sampler(config, prompt, processors=LogitsProcessorList([*first, *processors]), criteria=ends), loaded.stops
+
+
+def meets(
+    criteria: StoppingCriteriaList, device: torch.device, scores: Callable[[Any], Any] = lambda _: None
+) -> Criterion:
+    """Return the criterion that stopping criteria of transformers are met; ``scores`` returns their scores.
+
+    Such criteria may be stateful, too.
+    """
+    return lambda sampler, token: bool(criteria(sampler.ids(device), scores(sampler)).all())
+
+
+def _completes(stops: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Criterion:
+    """Return the criterion that a token completes a stop string."""
+    stream, text = TextStream(tokenizer), BeforeStop(stops)
+
+    def is_met(sampler: Sampler, token: int) -> bool:
+        text.add(stream.add([token]))
+        return text.found is not None
+
+    return is_met
 
 
 def _processors_and_criteria(

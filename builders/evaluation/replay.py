@@ -299,16 +299,6 @@ class _TimedDrafter(WrappedDrafter):
         self.learning.append(time.perf_counter() - started)
 
 
-class _StopAtEnd:
-    """Stands in for the set of stop tokens, and ends an answer at its recorded length, whatever its last token is."""
-
-    def __init__(self, sampler: Sampler, length: int) -> None:
-        self._context, self._length = sampler.context, length
-
-    def __contains__(self, token: object) -> bool:
-        return len(self._context) == self._length
-
-
 class Replayer:
     """Replays recorded answers, one after another, with one drafter."""
 
@@ -317,20 +307,13 @@ class Replayer:
 
     def replay(self, turn: RecordedTurn) -> ReplayedTurn:
         self._engine.answer(turn)
-        sampler, length = Sampler(SamplingConfig(), turn.prompt), len(turn.answer)
+        drafter, length = self._drafter, len(turn.answer)
+        prompt, end = turn.prompt, len(turn.prompt) + length
+        # An answer ends at its recorded length, whatever its last token is.
+        sampler = Sampler(SamplingConfig(), prompt, criteria=[lambda sampler, _: len(sampler.context) == end])
         # Without a recorded limit, leave room for drafts beyond the end of the answer.
-        max_tokens = turn.max_tokens or length + LARGEST_TREE + 1
-        stops, drafter = _StopAtEnd(sampler, len(turn.prompt) + length), self._drafter
-        decoding = decode(
-            self._engine,
-            turn.prompt,
-            sampler,
-            max_new_tokens=max_tokens,
-            stops=stops,
-            drafter=drafter,
-            prefix_caching=False,
-        )
-        steps = list(decoding)
+        limit = turn.max_tokens or length + LARGEST_TREE + 1
+        steps = list(decode(self._engine, prompt, sampler, max_new_tokens=limit, drafter=drafter, prefix_caching=False))
         seconds = [(step.draft_seconds + step.verify_seconds) for step in steps]
         seconds[0] = 0.0
         return _turn_result(turn, steps, list(zip(seconds, [0.0, *drafter.learning[1:]], strict=True)))

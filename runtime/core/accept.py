@@ -31,8 +31,7 @@ def accept(
 
     At each node, the sampler chooses the next token from the target's logits. That token is emitted whether it was
     drafted or not, and the walk continues at the child that drafted it. The walk ends if there is no such child, at a
-    stop token, or after ``max_tokens`` tokens. Each token is appended to ``sampler.context``, and then tested exactly
-    once for membership in ``stops``.
+    stop token, or after ``max_tokens`` tokens. The sampler takes each token exactly once, in order.
 
     A rejected draft token whose activations overflow can make the logits of other nodes NaN or infinite, so the walk
     ends before such a node. Return None if the root's logits are not finite because of drafts: nothing is accepted, and
@@ -48,8 +47,7 @@ def accept(
         # Logits are processed only from the first token on that a mask may forbid or that the rankings don't determine.
         for token, drafted in _allowed(walk, sampler):
             tokens.append(token)
-            sampler.context.append(token)
-            stopped = token in stops
+            stopped = sampler.take(token, stops)
             if stopped or len(tokens) == max_tokens or drafted == ROOT:
                 return Accepted(path, tokens, stopped)
             path.append(drafted)
@@ -61,8 +59,7 @@ def accept(
         if token == NOT_FINITE:
             return Accepted(path[:-1], tokens) if path else None
         tokens.append(token)
-        sampler.context.append(token)
-        stopped = token in stops
+        stopped = sampler.take(token, stops)
         child = tree.child(node, token) if len(tree) and not stopped and len(tokens) < max_tokens else None
         if child is None:
             return Accepted(path, tokens, stopped)
@@ -76,8 +73,7 @@ def _accept_walk(walk: Walk, tree: DraftTree, sampler: Sampler, stops: Container
     if not finite and not len(tree):
         sampler.note_overflow()
     for index, token in enumerate(tokens):
-        sampler.context.append(token)
-        if token in stops:
+        if sampler.take(token, stops):
             return Accepted(children[:index], tokens[: index + 1], stopped=True)
     sampler.overflowed |= not finite
     return Accepted(children[:-1], tokens) if tokens else None

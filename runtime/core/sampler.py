@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -66,6 +66,8 @@ class Mask(Protocol):
         ...
 
 
+Criterion = Callable[["Sampler", int], bool]
+"""Called once for each emitted token, which is the last one of the context; returns True if it ends the answer."""
 KEEP_THE_BEST = (
     *WARPER_OPTIONS,
     EpsilonLogitsWarper,
@@ -77,7 +79,7 @@ KEEP_THE_BEST = (
 
 
 class Sampler:
-    """Chooses the tokens of one answer. The caller appends each accepted token to ``context``.
+    """Chooses the tokens of one answer. The caller gives each emitted token to ``take``.
 
     The choice at a position depends on the context before it, its logits and the draws for that position. It does not
     depend on whether the logits came from plain decoding or from a node of a tree, so drafting does not change the
@@ -91,10 +93,12 @@ class Sampler:
         *,
         processors: LogitsProcessorList | None = None,
         padding: Sequence[int] = (),
+        criteria: Sequence[Criterion] = (),
     ) -> None:
         """If ``processors`` are given, only ``seed`` and ``is_greedy`` of ``config`` are used.
 
-        Processors see the ``padding`` tokens in front of the context; the model does not.
+        Processors see the ``padding`` tokens in front of the context; the model does not. The answer ends at the first
+        token that meets one of the ``criteria``.
         """
         self._greedy = config.is_greedy
         self._processors = processors_of(config) if processors is None else processors
@@ -123,6 +127,7 @@ class Sampler:
         if self.only_mask:
             allowed_scores(0, 0, NO_BITS, *self._allowed)
         self._ids, self._on_host = _GrowingIds(padding), _RowOnHost()
+        self._criteria = criteria
         self.context = list(context)
         self.walk_buffer = np.empty((2, LARGEST_TREE + 1), np.int64)
         """Buffer for the tokens of a compiled walk and for the nodes that drafted them, ``[2, tokens]``."""
@@ -134,6 +139,11 @@ class Sampler:
         """True if each draw reads all logits of its row, unprocessed."""
         self.overflowed = False
         """True if the highest logit of any row used so far was NaN or infinite."""
+
+    def take(self, token: int, stops: Container[int] = ()) -> bool:
+        """Append an emitted token to the context; return True if it ends the answer, as the tokens in ``stops`` do."""
+        self.context.append(token)
+        return token in stops or (bool(self._criteria) and any(is_met(self, token) for is_met in self._criteria))
 
     def _find_only_mask(self, padding: Sequence[int]) -> Mask | None:
         if len(self.pre_processors) != 1 or padding:

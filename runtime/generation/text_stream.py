@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -125,72 +125,44 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase, drafted: Iterable[tuple[int, S
     yield text.end(), SourceId.NONE
 
 
-class StopTexts:
-    """Container of the tokens that end an answer: those in ``stops``, and any token that completes a stop string."""
+class BeforeStop:
+    """The text before the first stop string, added in pieces; holds back text that may begin a stop string."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], stops: Container[int]) -> None:
-        self._stream = TextStream(tokenizer)
-        self._texts, self._stops = texts, stops
-        self._max_stop_length = max(map(len, texts))
-        self._tail = ""
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.found: str | None = None
+        """The stop string that ended the text, or None."""
 
-    def __contains__(self, token: object) -> bool:
-        # Stateful: the loop tests each token exactly once, in order.
-        assert isinstance(token, int)
-        if token in self._stops:
-            return True
-        text = self._tail + self._stream.add([token])
-        self._tail = text[max(0, len(text) - self._max_stop_length + 1) :]
-        return first_stop(text, self._texts) is not None
-
-
-def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Return the index at which the first stop string in a text begins; None if there is none."""
-    starts = [start for stop in stops if (start := text.find(stop)) >= 0]
-    return min(starts, default=None)
-
-
-def cut_of(text: str, stops: Sequence[str], *, is_last: bool = False) -> tuple[int, str | None]:
-    """Return ``(length, stop)``: how many characters of a text can be shown, and the stop string after them, or None.
-
-    Unless the text is complete (``is_last``), the longest suffix that may begin a stop string is not shown yet.
-    """
-    end = first_stop(text, stops)
-    if end is None:
-        return len(text) - (0 if is_last else partial_stop_length(text, stops)), None
-    return end, next(stop for stop in stops if text.startswith(stop, end))
+    def add(self, text: str, *, is_last: bool = False) -> str:
+        """Add text, and return what can be shown now: all that was held back if the text is complete (``is_last``)."""
+        if self.found or not self._stops:
+            return "" if self.found else text
+        text = self._held + text
+        starts = {start: stop for stop in reversed(self._stops) if (start := text.find(stop)) >= 0}
+        end = min(starts, default=len(text) - (0 if is_last else partial_stop_length(text, self._stops)))
+        self.found, self._held = starts.get(end), text[end:]
+        return text[:end]
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     """Return the text before the first stop string."""
-    return text[: first_stop(text, stops)]
+    return BeforeStop(stops).add(text, is_last=True)
 
 
 def before_stop(pieces: Iterable[Piece], stops: Sequence[str]) -> Iterator[Piece]:
-    """Yield the pieces of a text before the first stop string; hold back text that may begin a stop string."""
-    if not stops:
-        return (piece for piece in pieces if piece[0])
-    return _before_stop(pieces, stops)
-
-
-def _before_stop(pieces: Iterable[Piece], stops: Sequence[str]) -> Iterator[Piece]:
-    held: list[Piece] = []
-    ended = False
+    """Yield the pieces of a text before the first stop string; all pieces are read, so that their steps are counted."""
+    text, held = BeforeStop(stops), list[Piece]()
     for piece in pieces:
-        if ended:
-            continue  # consume the later pieces, so that their steps are counted
         held.append(piece)
-        end, stop = cut_of("".join(part for part, _ in held), stops)
-        ended = stop is not None
-        ready, held = _split(held, end)
+        ready, held = _split(held, len(text.add(piece[0])))
         yield from ready
-    if not ended:
-        yield from held
+    yield from _split(held, len(text.add("", is_last=True)))[0]
 
 
 def partial_stop_length(text: str, stops: Sequence[str]) -> int:
     """Return the length of the longest suffix of a text that is also the beginning of a stop string."""
-    lengths = (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
+    lengths = (size for stop in stops for size in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:size]))
     return max(lengths, default=0)
 
 

@@ -40,7 +40,7 @@ from hdtool.runtime.model.transformers_internals import (
     processor_of_row,
     use_masked_attention,
 )
-from hdtool.runtime.samplers import Stops
+from hdtool.runtime.samplers import meets
 from hdtool.runtime.stores.library import Library
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, ends_of
@@ -118,8 +118,12 @@ class Generator:
         seed: int | None = None,
         prefix_caching: bool = True,
         rollouts: int = 0,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        drafters: DraftersMaker | None = None,
     ) -> None:
         """``drafter`` is a drafter or a function that makes one for a target; None selects plain decoding.
+
+        ``drafters``, if given, makes the drafters of all rows instead. Grammars and stop strings need the tokenizer.
 
         With ``prefix_caching``, the prefix that a prompt shares with the last conversation is not prefilled again.
 
@@ -130,9 +134,9 @@ class Generator:
         program reproducible. Row ``i`` of a batch uses the seed plus ``i``, so the seeds of two calls should be
         at least a batch apart.
         """
-        self._make: DraftersMaker = lambda target, rows: _drafters_of(drafter, target, rows)
+        self._make = drafters or partial(_drafters_of, drafter)
         self._seed = seed
-        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._tokenizer = tokenizer
         self._compiler: GrammarCompiler | None = None
         self._prefix_caching = prefix_caching
         self._calls = CallLock(NESTED_CALL_ERROR)
@@ -172,9 +176,8 @@ class Generator:
             batched = replace(config, batch_size=rows)
             return deferred(config.method, lambda: drafters_for(batched, target, opened[target]), rows)
 
-        made = cls(seed=seed, prefix_caching=config.prefix_caching, rollouts=rollouts)
-        made._make, made._tokenizer = make, tokenizer
-        return made
+        caching = config.prefix_caching
+        return cls(seed=seed, prefix_caching=caching, rollouts=rollouts, tokenizer=tokenizer, drafters=make)
 
     def __call__(
         self,
@@ -226,10 +229,9 @@ class Generator:
                 processors = _processors_of_row(logits_processor, number, len(requests))
                 if guide:
                     processors.insert(0, GrammarProcessor(guide))
-                sampler = _Recorder(request, processors, (first_seed + number) % 2**63, input_ids.device)
-                stops = Stops((), criteria, sampler, sampler.device, partial(_scores_of, sampler))
+                sampler = _Recorder(request, processors, (first_seed + number) % 2**63, input_ids.device, criteria)
                 predicted = self._rollouts.prediction(request.prompt, predictions[number])
-                rows.append(_Row(request, sampler, stops, predicted, guide))
+                rows.append(_Row(request, sampler, predicted, guide))
             for row, step in self._steps(model, rows):
                 row.output += step.tokens
                 if streamer is not None:
@@ -311,26 +313,31 @@ class _Row:
 
     request: GenerateRequest
     sampler: _Recorder
-    stops: Stops
     prediction: list[int]
     guide: Guide | None
     output: list[int] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
 
     def to_request(self, drafter: Drafter) -> Request[_Row]:
-        of_row = self.request.prompt, self.sampler, drafter, self.stops, self.prediction
-        return Request(self, *of_row, max_new_tokens=self.request.max_new_tokens)
+        row = self.request
+        return Request(self, row.prompt, self.sampler, drafter, (), self.prediction, row.max_new_tokens)
 
 
 class _Recorder(Sampler):
     """Samples with the processors of ``generate``, and records the scores and logits that the call returns."""
 
     def __init__(
-        self, request: GenerateRequest, processors: LogitsProcessorList, seed: int, device: torch.device
+        self,
+        request: GenerateRequest,
+        processors: LogitsProcessorList,
+        seed: int,
+        device: torch.device,
+        criteria: StoppingCriteriaList | None = None,
     ) -> None:
         # The processors apply the temperature; 1 only selects sampling.
         config = SamplingConfig(temperature=1.0 if request.draws else 0.0, seed=seed)
-        super().__init__(config, request.prompt, processors=processors, padding=request.padding)
+        met = [meets(criteria, device, lambda sampler: sampler.scores_recorded)] if criteria else []
+        super().__init__(config, request.prompt, processors=processors, padding=request.padding, criteria=met)
         self.device = device
         """Device of the prompt, on which processors and criteria run."""
         self.scores_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_scores else None
@@ -383,10 +390,6 @@ def _processors_of_row(processors: LogitsProcessorList, row: int, rows: int) -> 
             )
         chosen.append(alone)
     return chosen
-
-
-def _scores_of(sampler: _Recorder) -> Any:
-    return sampler.scores_recorded
 
 
 def _padding_token(settings: GenerationConfig) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.core.sequence import Finish, Stats, Step
-from hdtool.runtime.generation.text_stream import TextStream, cut_of
+from hdtool.runtime.generation.text_stream import BeforeStop, TextStream
 from hdtool.runtime.integrations.server.formats import (
     OVERLOADED,
     SERVER,
@@ -146,9 +146,7 @@ class AnswerText:
         # Tool calls and thinking may be marked by special tokens.
         has_marks = self._reader or (self._thinking and THINK_CLOSING in tokenizer.all_special_tokens)
         self._stream = TextStream(tokenizer, skip_special_tokens=not has_marks)
-        self._held_back = ""
-        self._is_cut = False
-        self._stop_text: str | None = None
+        self._shown = BeforeStop(choice.stop_texts)
         self._num_calls = 0
         self._num_reported = 0
         self._required_text = ""
@@ -169,7 +167,7 @@ class AnswerText:
     def _add(self, tokens: list[int], finish: Finish | None) -> Delta:
         tokens = tokens[:-1] if finish is Finish.STOP and tokens[-1] in self._ends else tokens
         text = self._stream.add(tokens) + (self._stream.end() if finish else "")
-        text = self._before_stop(text, is_last=finish is not None)
+        text = self._shown.add(text, is_last=finish is not None)
         reasoning: str = ""
         calls: list[ToolCall] = []
         if self._thinking:
@@ -185,7 +183,7 @@ class AnswerText:
         if (max_calls := self._choice.prompt.tools.max_calls) is not None:
             calls = calls[: max_calls - self._num_calls]
         self._num_calls += len(calls)
-        stop_text = self._stop_text if finish else None
+        stop_text = self._shown.found if finish else None
         return Delta(text, reasoning, calls, self._new_logprobs(len(tokens)), self._reason(finish), stop_text)
 
     def _reason(self, finish: Finish | None) -> str | None:
@@ -194,17 +192,6 @@ class AnswerText:
         if finish is not Finish.STOP:
             return LENGTH
         return TOOL_CALLS if self._num_calls else STOP
-
-    def _before_stop(self, text: str, *, is_last: bool) -> str:
-        """Add text and return what can be shown: the text before a stop string or a possible beginning of one."""
-        stops = self._choice.stop_texts
-        if not stops or self._is_cut:
-            return "" if self._is_cut else text
-        held = self._held_back + text
-        end, self._stop_text = cut_of(held, stops, is_last=is_last)
-        self._is_cut = self._stop_text is not None
-        self._held_back = held[end:]
-        return held[:end]
 
     def _required_calls(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
         """Collect the text of an answer that must be a JSON array of calls; return ``("", [])`` until the last piece.
