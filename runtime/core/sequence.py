@@ -110,7 +110,7 @@ class SequenceState(Generic[Key]):
 
     def begin(self) -> None:
         """Start the first step, which prefills the prompt, has no drafts and yields one token."""
-        self.start_step()
+        self.start_step(time.perf_counter())
         self.drafter.set_seed(self._sampler.seed)
         self.drafter.begin(self.request.prompt)
         if len(self.request.prediction):
@@ -127,8 +127,8 @@ class SequenceState(Generic[Key]):
         self.tree, self._draft_seconds = tree, seconds
         return tree
 
-    def start_step(self) -> None:
-        self._seconds_in_model, self._started = self._engine.log.seconds, time.perf_counter()
+    def start_step(self, now: float) -> None:
+        self._seconds_in_model, self._started = self._engine.log.seconds, now
 
     def end(self) -> None:
         """End the answer, whether or not it is complete."""
@@ -169,9 +169,9 @@ class SequenceState(Generic[Key]):
 
 def draft_trees(sequences: Sequence[SequenceState[Any]]) -> list[DraftTree]:
     """Begin a step for each sequence and draft its tree; return the trees to verify."""
-    for sequence in sequences:
-        sequence.start_step()
     started = time.perf_counter()
+    for sequence in sequences:
+        sequence.start_step(started)
     trees = draft_many([sequence.drafter for sequence in sequences], [sequence.context for sequence in sequences])
     seconds = (time.perf_counter() - started) / len(sequences)
     return [sequence.set_draft(tree, seconds) for sequence, tree in zip(sequences, trees, strict=True)]
