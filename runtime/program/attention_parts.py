@@ -24,16 +24,17 @@ def with_attention(
 ) -> LayerParts[Matmul] | None:
     """Return a layer's parts with those of its attention; None if the engine can't compute the attention."""
     head_norms = tuple(attention.get_submodule(name) for name in family.names.head_norms if name in attention._modules)
-    projections, out_name = ("qkv_proj",) if family.joins_qkv else family.projections(attention), family.names.out
-    reads_other = not family.joins_qkv and len(projections) == 1
-    value_norm = attention._modules.get(family.value_norm) if family.value_norm else None
-    norm_names = {*family.names.head_norms[: len(head_norms)], *([family.value_norm] if value_norm else ())}
+    described, out_name = family.attention, family.names.out
+    projections = ("qkv_proj",) if described.joins_qkv else described.projections(attention)
+    reads_other = not described.joins_qkv and len(projections) == 1
+    value_norm = attention._modules.get(described.value_norm) if described.value_norm else None
+    norm_names = {*family.names.head_norms[: len(head_norms)], *([described.value_norm] if value_norm else ())}
     modules = attention._modules.keys() - (family.side.lists if family.side else ())
     if modules != {*projections, out_name, *norm_names}:
         return None
     if len(head_norms) not in (0, 1 if reads_other else 2):
         return None
-    if (value_norm is None) != (reads_other or not family.value_norm):
+    if (value_norm is None) != (reads_other or not described.value_norm):
         return None
     qkv: tuple[Any, ...] = tuple(getattr(attention, name) for name in projections)
     out: Any = attention.get_submodule(out_name)
@@ -54,7 +55,7 @@ def with_attention(
     if reads_other:
         keys = out.in_features // int(cast(Any, attention).num_key_value_groups)
     else:
-        keys = (qkv[0].out_features - out.in_features) / 2 if family.joins_qkv else qkv[1].out_features
+        keys = (qkv[0].out_features - out.in_features) / 2 if described.joins_qkv else qkv[1].out_features
     heads, rest = divmod(keys, width)
     if rest or not heads or out.in_features % (heads * width):
         return None

@@ -141,18 +141,19 @@ def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Ten
     if isinstance(embeddings, torch.Tensor):  # complex numbers
         embeddings = embeddings.real, embeddings.imag
     cos, sin = (part.flatten(0, 1) for part in embeddings)
-    if parts.family.has_paired_tables:
+    kind_of_rotary = parts.family.rotary
+    if kind_of_rotary.has_paired_tables:
         cos, sin = (torch.cat((part[:, ::2], part[:, ::2]), dim=1).float() for part in (cos, sin))
     width, layer = cos.shape[1], parts.attending[0]
-    if parts.family.varies_heads:
+    if parts.family.attention.varies_heads:
         layer = parts.layers[position_kinds(parts).index(kind)]
     rotated = layer.rotary_width
-    if 2 * width == rotated and parts.family.has_half_tables:
+    if 2 * width == rotated and kind_of_rotary.has_half_tables:
         cos, sin, width = torch.cat((cos, cos), dim=1), torch.cat((sin, sin), dim=1), 2 * width
-    if width > rotated or width % 2 or (width < rotated and not parts.family.is_partial):
+    if width > rotated or width % 2 or (width < rotated and not kind_of_rotary.is_partial):
         raise NotImplementedError("rotary positions for a part of a head")
-    rotary = Rotary.of(cos, sin, is_interleaved=parts.family.is_interleaved)
-    return rotary._replace(splits_pairs=parts.family.splits_pairs)
+    rotary = Rotary.of(cos, sin, is_interleaved=kind_of_rotary.is_interleaved)
+    return rotary._replace(splits_pairs=kind_of_rotary.splits_pairs)
 
 
 def position_kinds(parts: ModelParts[Any]) -> list[str]:
@@ -163,7 +164,7 @@ def position_kinds(parts: ModelParts[Any]) -> list[str]:
 
 def rotary_kinds(parts: ModelParts[Any]) -> list[str | None]:
     """Return, for each layer, the layer type to pass to the rotary module; None for layers without rotary positions."""
-    rotates, kinds = parts.family.rotates, position_kinds(parts)
+    rotates, kinds = parts.family.rotary.rotates, position_kinds(parts)
     return [
         kind if layer.attention and rotates(layer.attention) else None
         for layer, kind in zip(parts.layers, kinds, strict=True)
@@ -194,12 +195,12 @@ class EmbeddingAndHead:
 
     @classmethod
     def of(cls, parts: ModelParts[Any]) -> EmbeddingAndHead:
-        family, config = parts.family, cast(Any, parts.decoder).config
-        softcap = getattr(config, family.logit_softcap) if family.logit_softcap else None
+        ends, config = parts.family.ends, cast(Any, parts.decoder).config
+        softcap = getattr(config, ends.logit_softcap) if ends.logit_softcap else None
         return cls(
-            float(getattr(parts.decoder, family.embedding)) if family.embedding else 1.0,
-            float(getattr(config, family.logit_divisor)) if family.logit_divisor else 1.0,
-            float(getattr(config, family.logit_factor)) if family.logit_factor else 1.0,
+            float(getattr(parts.decoder, ends.embedding)) if ends.embedding else 1.0,
+            float(getattr(config, ends.logit_divisor)) if ends.logit_divisor else 1.0,
+            float(getattr(config, ends.logit_factor)) if ends.logit_factor else 1.0,
             softcap,
         )
 

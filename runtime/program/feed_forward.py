@@ -63,7 +63,7 @@ def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any,
     layer_names = family.names
     projections, activation_name = (
         ((layer_names.gate_up,), "activation_fn")
-        if family.joins_gate
+        if family.mlp.joins_gate
         else (tuple(filter(None, (layer_names.gate, layer_names.up))), "act_fn")
     )
     activation_name = activation_name if layer_names.activation is None else layer_names.activation
@@ -72,7 +72,7 @@ def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any,
         return None
     activation_module = mlp.get_submodule(activation_name) if activation_name else None
     activation = "silu" if activation_module is None else activation_of(activation_module)
-    if activation not in family.activations:
+    if activation not in family.mlp.activations:
         return None
     return (
         tuple(map(mlp.get_submodule, projections)),

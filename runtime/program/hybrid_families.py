@@ -13,14 +13,9 @@ from hdtool.runtime.program.latent_families import (
     ATTRIBUTES as LATENT_ATTRIBUTES,
     LATENT_FAMILIES,
     SETTINGS as LATENT_SETTINGS,
-    latent_experts,
 )
 from hdtool.runtime.program.layer_norm_families import LAYER_NORM_FAMILIES
-from hdtool.runtime.program.mixer_parts import (
-    ExpertKind,
-    qwen_experts,
-    tensors_of,
-)
+from hdtool.runtime.program.mixer_parts import ExpertKind, deepseek_experts, qwen_experts, tensors_of
 from hdtool.runtime.program.model_families import (
     EXPERT_SETTINGS,
     FAMILIES,
@@ -30,8 +25,13 @@ from hdtool.runtime.program.model_families import (
     POST_NORMS,
     ROUNDED_AFTER,
     VARIED_FAMILIES,
+    AttentionKind,
+    EndsKind,
     Family,
+    LayerKind,
+    MlpKind,
     Names,
+    RotaryKind,
     is_of_package,
     package_of,
 )
@@ -136,12 +136,20 @@ STATE_SETTINGS = frozenset({
 })  # fmt: skip
 """Settings of Mamba-2 mixers in models whose layers have a single sublayer."""
 DELTA_ATTENTION = Family(
-    has_latents=True,
-    mixers=("self_attn",),
+    layer=LayerKind(mixers=("self_attn",)),
+    attention=AttentionKind(has_latents=True),
     attributes=LATENT_ATTRIBUTES | {"block_type"},
     settings=LATENT_SETTINGS | EXPERT_SETTINGS | {"mlp_layer_types"},
 )
 """What families with Kimi's delta attention have in common."""
+QWEN3_5 = Family(
+    norm=GEMMA_NORM,
+    layer=LayerKind(mixers=("linear_attn",)),
+    attention=AttentionKind(gates_heads=True),
+    rotary=RotaryKind(is_partial=True),
+    attributes=frozenset({"block_type"}),
+    settings=DELTA_RULE_SETTINGS,
+)
 SINGLE_NORM = ("norm", "", "", "")
 LFM2_NORMS = ("operator_norm", "", "ffn_norm", "")
 LFM2_NAMES = Names(
@@ -157,9 +165,9 @@ LFM2_NAMES = Names(
 HYBRID_FAMILIES: Mapping[str, Family] = {
     "bailing_hybrid": replace(
         DELTA_ATTENTION,
-        latent_gate="g_proj",
-        splits_pairs=True,
-        experts=latent_experts("BailingHybrid"),
+        attention=AttentionKind(has_latents=True, latent_gate="g_proj"),
+        rotary=RotaryKind(splits_pairs=True),
+        experts=deepseek_experts("BailingHybrid"),
         settings=DELTA_ATTENTION.settings
         | {
             "kda_lower_bound", "kda_safe_gate", "layer_group_size", "mtp_loss_scaling_factor", "num_mtp_layers",
@@ -167,29 +175,29 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         },
     ),
     "bamba": Family(
-        norms=("input_layernorm", "", "pre_ff_layernorm", ""),
         names=Names(mlp="feed_forward", last_norm="final_layernorm"),
-        mixers=("mamba",),
-        is_partial=True,
+        layer=LayerKind(norms=("input_layernorm", "", "pre_ff_layernorm", ""), mixers=("mamba",)),
+        rotary=RotaryKind(is_partial=True),
         attributes=frozenset({"block_type"}),
         settings=MAMBA2_SETTINGS | {"attn_layer_indices", "num_logits_to_keep", "z_loss_coefficient"},
     ),
     "falcon_h1": Family(
-        norms=("input_layernorm", "", "pre_ff_layernorm", ""),
         names=Names(mlp="feed_forward", last_norm="final_layernorm"),
-        mixers=("mamba",),
-        adds_mixers=True,
-        embedding="embedding_multiplier",
-        logit_factor="lm_head_multiplier",
-        factors={
-            "queries": ("attention_in_multiplier",),
-            "keys": ("attention_in_multiplier", "self_attn.key_multiplier"),
-            "values": ("attention_in_multiplier",),
-            "out": ("attn_out_multiplier",),
-            "mixer_out": ("ssm_out_multiplier",),
-            "gate": ("feed_forward.gate_multiplier",),
-            "down": ("feed_forward.down_multiplier",),
-        },
+        layer=LayerKind(
+            norms=("input_layernorm", "", "pre_ff_layernorm", ""),
+            mixers=("mamba",),
+            adds_mixers=True,
+            factors={
+                "queries": ("attention_in_multiplier",),
+                "keys": ("attention_in_multiplier", "self_attn.key_multiplier"),
+                "values": ("attention_in_multiplier",),
+                "out": ("attn_out_multiplier",),
+                "mixer_out": ("ssm_out_multiplier",),
+                "gate": ("feed_forward.gate_multiplier",),
+                "down": ("feed_forward.down_multiplier",),
+            },
+        ),
+        ends=EndsKind(embedding="embedding_multiplier", logit_factor="lm_head_multiplier"),
         attributes=frozenset({"channels_attn"}),
         settings=MAMBA2_SETTINGS
         | {
@@ -201,31 +209,28 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     ),
     "granitemoehybrid": Family(
         names=Names(mlp="shared_mlp", gate_up="input_linear", down="output_linear", activation="activation"),
-        mixers=("mamba",),
-        joins_gate=True,
-        rotates=lambda attention: attention.config.position_embedding_type == "rope",
-        residual="residual_multiplier",
-        embedding="embedding_multiplier",
-        logit_divisor="logits_scaling",
+        layer=LayerKind(mixers=("mamba",), residual="residual_multiplier"),
+        rotary=RotaryKind(rotates=lambda attention: attention.config.position_embedding_type == "rope"),
+        mlp=MlpKind(joins_gate=True),
+        experts=ExpertKind(
+            "GraniteMoeHybridMoE", "GraniteMoeHybridTopKRouter", gate="router", added_block="block_sparse_moe"
+        ),
+        ends=EndsKind(embedding="embedding_multiplier", logit_divisor="logits_scaling"),
         attributes=frozenset({"block_type", "block_sparse_moe", "has_experts", "input_size", "mamba", "self_attn"}),
         settings=EXPERT_SETTINGS
         | MAMBA2_SETTINGS
         | {"attention_multiplier", "position_embedding_type", "shared_intermediate_size"},
-        experts=ExpertKind(
-            "GraniteMoeHybridMoE", "GraniteMoeHybridTopKRouter", gate="router", added_block="block_sparse_moe"
-        ),
         required={"position_embedding_type": (None, "rope")},
     ),
     "kimi_linear": replace(
         DELTA_ATTENTION,
-        rotates=lambda attention: False,
-        experts=latent_experts("KimiLinear"),
+        rotary=RotaryKind(rotates=lambda attention: False),
+        experts=deepseek_experts("KimiLinear"),
         settings=DELTA_ATTENTION.settings | {"linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads"},
     ),
     "lfm2": Family(
-        norms=LFM2_NORMS,
         names=LFM2_NAMES,
-        mixers=("conv",),
+        layer=LayerKind(norms=LFM2_NORMS, mixers=("conv",)),
         attributes=frozenset({"is_attention_layer"}),
         settings=frozenset({
             "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "conv_L_cache", "conv_bias",
@@ -233,9 +238,8 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         }),
     ),
     "lfm2_moe": Family(
-        norms=LFM2_NORMS,
         names=replace(LFM2_NAMES, rotary="pos_emb"),
-        mixers=("conv",),
+        layer=LayerKind(norms=LFM2_NORMS, mixers=("conv",)),
         experts=ExpertKind(
             "Lfm2MoeSparseMoeBlock", "Lfm2MoeTopKRouter", has_sigmoids=True, correction="expert_bias", sum_offset=1e-6
         ),
@@ -243,33 +247,20 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         settings=EXPERT_SETTINGS | {"conv_L_cache", "conv_bias", "norm_eps", "num_dense_layers", "use_expert_bias"},
     ),
     "mamba2": Family(
-        norms=SINGLE_NORM,
         names=Names(attention="mixer", mlp="mixer", embedding="embeddings", last_norm="norm_f"),
-        mixers=("mixer",),
-        is_single=True,
-        widens="residual_in_fp32",
+        layer=LayerKind(norms=SINGLE_NORM, mixers=("mixer",), is_single=True, widens="residual_in_fp32"),
         settings=STATE_SETTINGS | {"num_heads", "state_size", "time_step_rank"},
     ),
     "nemotron_h": Family(
-        norms=SINGLE_NORM,
         norm=ROUNDED_AFTER,
         names=Names(
             attention="mixer", mlp="mixer", gate="up_proj", up="", embedding="embeddings", last_norm="norm_f"
         ),
-        mixers=("mixer",),
-        is_single=True,
-        attention_class="NemotronHAttention",
-        activations=frozenset({"relu2"}),
-        rotates=lambda attention: False,
-        experts=ExpertKind(
-            "NemotronHMoE",
-            "NemotronHTopkRouter",
-            shared="shared_experts",
-            has_sigmoids=True,
-            correction="gate.e_score_correction_bias",
-            sum_offset=1e-20,
-            identities=("fc1_latent_proj", "fc2_latent_proj"),
-        ),
+        layer=LayerKind(norms=SINGLE_NORM, mixers=("mixer",), is_single=True),
+        attention=AttentionKind(class_name="NemotronHAttention"),
+        rotary=RotaryKind(rotates=lambda attention: False),
+        mlp=MlpKind(activations=frozenset({"relu2"})),
+        experts=replace(deepseek_experts("NemotronH"), identities=("fc1_latent_proj", "fc2_latent_proj")),
         attributes=frozenset({"block_type"}),
         settings=STATE_SETTINGS
         | EXPERT_SETTINGS
@@ -281,54 +272,35 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         },
     ),
     "olmo_hybrid": Family(
-        mixers=("linear_attn",),
-        norms=POST_NORMS,
-        norms_of_mixers=LLAMA_NORMS,
         norm=ROUNDED_AFTER,
-        norms_all_heads=True,
-        rotates=lambda attention: (attention.config.rope_parameters or {}).get("rope_theta") is not None,
+        layer=LayerKind(mixers=("linear_attn",), norms=POST_NORMS, norms_of_mixers=LLAMA_NORMS),
+        attention=AttentionKind(norms_all_heads=True),
+        rotary=RotaryKind(
+            rotates=lambda attention: (attention.config.rope_parameters or {}).get("rope_theta") is not None,
+        ),
         settings=DELTA_RULE_SETTINGS
         | {
             "linear_a_log_max", "linear_a_log_min", "linear_allow_neg_eigval", "linear_dt_init_floor", "linear_dt_max",
             "linear_dt_min",
         },
     ),
-    "qwen3_next": Family(
-        mixers=("linear_attn",),
-        norm=GEMMA_NORM,
-        gates_heads=True,
-        is_partial=True,
-        experts=qwen_experts("Qwen3Next"),
-        attributes=frozenset({"block_type"}),
-        settings=DELTA_RULE_SETTINGS | EXPERT_SETTINGS,
-    ),
-    "qwen3_5": Family(
-        mixers=("linear_attn",),
-        norm=GEMMA_NORM,
-        gates_heads=True,
-        is_partial=True,
-        attributes=frozenset({"block_type"}),
-        settings=DELTA_RULE_SETTINGS,
-    ),
-    "qwen3_5_moe": Family(
-        mixers=("linear_attn",),
-        norm=GEMMA_NORM,
-        gates_heads=True,
-        is_partial=True,
-        experts=qwen_experts("Qwen3_5Moe"),
-        attributes=frozenset({"block_type"}),
-        settings=DELTA_RULE_SETTINGS | EXPERT_SETTINGS,
-    ),
+    "qwen3_next": replace(QWEN3_5, experts=qwen_experts("Qwen3Next"), settings=DELTA_RULE_SETTINGS | EXPERT_SETTINGS),
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": replace(QWEN3_5, experts=qwen_experts("Qwen3_5Moe"), settings=DELTA_RULE_SETTINGS | EXPERT_SETTINGS),
     "zamba2": Family(
-        mixers=("mamba", "mamba_decoder.mamba"),
-        norms=("mamba_decoder.input_layernorm", "", "shared_transformer.pre_ff_layernorm", ""),
-        norms_of_mixers=("input_layernorm", "", "", ""),
         names=Names(
             attention="shared_transformer.self_attn",
             mlp="shared_transformer.feed_forward",
             activation="act_fn",
             last_norm="final_layernorm",
         ),
+        layer=LayerKind(
+            mixers=("mamba", "mamba_decoder.mamba"),
+            norms=("mamba_decoder.input_layernorm", "", "shared_transformer.pre_ff_layernorm", ""),
+            norms_of_mixers=("input_layernorm", "", "", ""),
+        ),
+        rotary=RotaryKind(rotates=lambda attention: bool(attention.config.use_mem_rope)),
+        mlp=MlpKind(joins_gate=True, activations=GELU | {"silu"}),
         side=SideNames(
             holders=("mamba_decoder", "shared_transformer"),
             norm="shared_transformer.input_layernorm",
@@ -340,9 +312,6 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
                 "gate_up": "shared_transformer.feed_forward.gate_up_proj_adapter_list",
             },
         ),
-        joins_gate=True,
-        activations=GELU | {"silu"},
-        rotates=lambda attention: bool(attention.config.use_mem_rope),
         attributes=frozenset({
             "attention_hidden_size", "block_id", "layer_block_map", "layer_dic", "max_position_embeddings",
             "num_fwd_mem_blocks",

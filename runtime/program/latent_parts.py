@@ -78,7 +78,7 @@ class LatentParts(Generic[Matmul]):
 def latent_parts(attention: Any, out: Any, kind: Kind[Matmul], family: Family) -> LatentParts[Matmul] | None:
     """Return the parts of a latent attention with the output projection ``out``; None for unsupported modules."""
     names = next((names for names in QUERIES if names[0] in attention._modules), QUERIES[0])
-    gates = tuple(filter(None, [family.latent_gate]))
+    gates = tuple(filter(None, [family.attention.latent_gate]))
     if set(attention._modules) - {"o_proj"} != {*names, *KEYS_AND_VALUES, *gates}:
         return None
     if attention.num_key_value_groups != 1:

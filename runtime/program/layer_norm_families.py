@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
-from hdtool.runtime.program.model_families import GELU, Family, Names, NormKind
+from hdtool.runtime.program.model_families import (
+    GELU,
+    AttentionKind,
+    EndsKind,
+    Family,
+    LayerKind,
+    MlpKind,
+    Names,
+    NormKind,
+    RotaryKind,
+)
 
 PYTORCH_NORM = NormKind(rounds=False, is_centered=True, has_bias=True)
 """LayerNorm of PyTorch."""
@@ -14,28 +24,26 @@ GELU_ALONE = GELU | {"gelu_new"}
 """Activations of MLPs without a gate, for which a pass on a GPU calls the model's own module."""
 
 
-def _cohere(**changes: Any) -> Family:
-    settings: frozenset[str] = changes.pop("settings", frozenset())
-    return Family(
-        norms=ONE_NORM,
-        norm=NormKind(rounds=False, is_centered=True),
-        is_parallel=True,
-        is_interleaved=True,
-        has_paired_tables=True,
-        logit_factor="logit_scale",
-        settings=settings | {"layer_norm_eps"},
-        **changes,
-    )
-
-
+COHERE2 = Family(
+    norm=NormKind(rounds=False, is_centered=True),
+    layer=LayerKind(norms=ONE_NORM, is_parallel=True),
+    rotary=RotaryKind(
+        rotates=lambda attention: attention.sliding_window is not None, is_interleaved=True, has_paired_tables=True
+    ),
+    ends=EndsKind(logit_factor="logit_scale"),
+    settings=frozenset({"layer_norm_eps"}),
+)
 LAYER_NORM_FAMILIES: Mapping[str, Family] = {
-    "cohere": _cohere(norms_each_head=True, attributes=frozenset({"use_qk_norm"}), settings=frozenset({"use_qk_norm"})),
-    "cohere2": _cohere(rotates=lambda attention: attention.sliding_window is not None),
+    "cohere": replace(
+        COHERE2,
+        attention=AttentionKind(norms_each_head=True),
+        rotary=replace(COHERE2.rotary, rotates=lambda attention: True),
+        attributes=frozenset({"use_qk_norm"}),
+        settings=frozenset({"layer_norm_eps", "use_qk_norm"}),
+    ),
+    "cohere2": COHERE2,
     "phi": Family(
-        norms=ONE_NORM,
         norm=PYTORCH_NORM,
-        is_parallel=True,
-        is_partial=True,
         names=Names(
             gate="fc1",
             up="",
@@ -45,14 +53,16 @@ LAYER_NORM_FAMILIES: Mapping[str, Family] = {
             head_norms=("q_layernorm", "k_layernorm"),
             last_norm="final_layernorm",
         ),
-        activations=GELU_ALONE,
+        layer=LayerKind(norms=ONE_NORM, is_parallel=True),
+        rotary=RotaryKind(is_partial=True),
+        mlp=MlpKind(activations=GELU_ALONE),
         attributes=frozenset({"qk_layernorm", "rotary_ndims"}),
         settings=frozenset({"embd_pdrop", "layer_norm_eps", "qk_layernorm", "resid_pdrop"}),
     ),
     "starcoder2": Family(
         norm=PYTORCH_NORM,
         names=Names(gate="c_fc", up="", down="c_proj", activation="act"),
-        activations=GELU_ALONE,
+        mlp=MlpKind(activations=GELU_ALONE),
         attributes=frozenset({"residual_dropout"}),
         settings=frozenset({"embedding_dropout", "norm_epsilon", "residual_dropout", "use_bias"}),
     ),

@@ -364,6 +364,18 @@ def qwen_experts(family: str) -> ExpertKind:
     )
 
 
+def deepseek_experts(prefix: str) -> ExpertKind:
+    """Return the ``ExpertKind`` of mixtures like DeepSeek-V3's; ``prefix`` begins their class names."""
+    return ExpertKind(
+        f"{prefix}MoE",
+        f"{prefix}TopkRouter",
+        shared="shared_experts",
+        has_sigmoids=True,
+        correction="gate.e_score_correction_bias",
+        sum_offset=1e-20,
+    )
+
+
 def router_of(block: Any, kind: ExpertKind) -> Router | None:
     """Return the router of a mixture; None if the mixture or its router has unknown modules, attributes or tensors."""
     gate = block._modules.get(kind.gate)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.nn import Module
 
-from hdtool.runtime.program.mixer_parts import ExpertKind, qwen_experts
+from hdtool.runtime.program.mixer_parts import ExpertKind, deepseek_experts, qwen_experts
 from hdtool.runtime.program.side_block import SideNames
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -94,37 +94,51 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Family:
-    """How a model type's layers differ from Llama's."""
+class LayerKind:
+    """The sublayers of a layer, and how what they compute is normalized, scaled and added to hidden states."""
 
     norms: tuple[str, str, str, str] = LLAMA_NORMS
     """Names of the norms before and after attention, and before and after the MLP; an empty name means no norm."""
-    norm: NormKind = ROUNDED_FIRST
-    names: Names = field(default_factory=Names)
+    norms_of_mixers: tuple[str, str, str, str] | None = None
+    """Names of the norms in layers with a mixer; None if ``norms`` applies to these layers as well."""
     mixers: Collection[str] = ()
     """Attribute names of the mixers that layers may have."""
     adds_mixers: bool = False
     """Each layer has a mixer besides attention. Both read the same normalized rows, and their outputs are added."""
     is_single: bool = False
     """Each layer has a single sublayer: a mixer, attention, an MLP or a mixture of experts."""
-    side: SideNames | None = None
-    """Names of what layers with attention have besides a mixer; None if attention isn't part of a ``SideBlock``."""
-    attention_class: str = ""
-    """Class name of attention modules, if modules of other kinds have the same name; otherwise empty."""
-    norms_of_mixers: tuple[str, str, str, str] | None = None
-    """Names of the norms in layers with a mixer; None if ``norms`` applies to these layers as well."""
     is_parallel: bool = False
     """Attention and MLP read the same normalized rows, and both outputs are added to the hidden states."""
-    gates_heads: bool = False
-    """Each query head has an output gate."""
-    activations: frozenset[str] = frozenset({"silu"})
+    added_router: str = ""
+    """Class name of the router for experts that layers may have in addition to their MLP."""
+    has_inputs: bool = False
+    """Layers may have a per-layer input in addition to hidden states."""
+    residual: str = ""
+    """Name of the layer attribute with the factor that scales what attention and MLP add to hidden states."""
+    factor: str = ""
+    """Name of the layer buffer that scales the layer's output."""
+    factors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Maps a matmul to the paths of the layer's attributes whose product scales the matmul's output.
+
+    The matmuls are ``queries``, ``keys``, ``values``, ``out``, ``mixer_out``, ``gate`` and ``down``.
+    """
+    widens: str = ""
+    """Name of the layer attribute that is true if hidden states are float32 in a model of any dtype."""
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """How attention computes queries, keys, values and scores."""
+
+    class_name: str = ""
+    """Class name of attention modules, if modules of other kinds have the same name; otherwise empty."""
     has_latents: bool = False
     """Attention computes the keys and values of all heads from one cached vector per token, see ``LatentParts``."""
     latent_gate: str = ""
     """Name of the linear layer whose sigmoids scale a latent attention's heads; empty if they aren't scaled."""
     joins_qkv: bool = False
     """A single projection computes queries, keys and values."""
-    projections: Callable[[Any], tuple[str, ...]] = field(default=lambda attention: PROJECTIONS)
+    projections: Callable[[Any], tuple[str, ...]] = lambda attention: PROJECTIONS
     """Returns the names of an attention module's query, key and value projections.
 
     Without a value projection, the keys are also the values. With only a query projection, the layer reads the keys and
@@ -134,44 +148,54 @@ class Family:
     """Name of the attention attribute that is true if later layers read the module's keys and values."""
     value_norm: str = ""
     """Name of the values' norm, which has no weight; empty if values aren't normalized."""
-    varies_heads: bool = False
-    """The number of heads and their width may vary between layers."""
-    factor: str = ""
-    """Name of the layer buffer that scales the layer's output."""
-    has_inputs: bool = False
-    """Layers may have a per-layer input in addition to hidden states."""
-    joins_gate: bool = False
-    """A single projection computes the MLP's gate and up outputs."""
     norms_all_heads: bool = False
     """Norms of queries and keys span all heads instead of one."""
     norms_each_head: bool = False
     """Norms of queries and keys span one head, with a separate weight for each head."""
+    varies_heads: bool = False
+    """The number of heads and their width may vary between layers."""
+    gates_heads: bool = False
+    """Each query head has an output gate."""
+    softcap: str = ""
+    """Name of the attention attribute that holds the softcap of attention scores."""
+    has_sinks: bool = False
+
+
+@dataclass(frozen=True)
+class RotaryKind:
+    """How rotary positions are applied to queries and keys."""
+
+    rotates: Callable[[Any], bool] = lambda attention: True
+    """Returns True if an attention module uses rotary positions."""
     is_partial: bool = False
     """Rotary positions may cover only the first part of a head."""
     is_interleaved: bool = False
     """Rotary pairs are adjacent elements instead of elements half a head apart."""
     splits_pairs: bool = False
-    """Rotary pairs are adjacent elements that rotation writes to different halves; only with ``has_latents``."""
+    """Rotary pairs are adjacent elements that rotation writes to different halves; only in latent attention."""
     has_half_tables: bool = False
     """The rotary module returns cosines and sines for half a head, to be repeated for the other half."""
     has_paired_tables: bool = False
     """The rotary module returns each cosine and sine twice in a row, for heads that are rotated in float32."""
-    rotates: Callable[[Any], bool] = field(default=lambda attention: True)
-    """Returns True if an attention module uses rotary positions."""
-    softcap: str = ""
-    """Name of the attention attribute that holds the softcap of attention scores."""
-    has_sinks: bool = False
-    residual: str = ""
-    """Name of the layer attribute with the factor that scales what attention and MLP add to hidden states."""
-    widens: str = ""
-    """Name of the layer attribute that is true if hidden states are float32 in a model of any dtype."""
-    factors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Maps a matmul to the paths of the layer's attributes whose product scales the matmul's output.
 
-    The matmuls are ``queries``, ``keys``, ``values``, ``out``, ``mixer_out``, ``gate`` and ``down``.
-    """
+
+@dataclass(frozen=True)
+class MlpKind:
+    """The activations and projections of MLPs."""
+
+    activations: frozenset[str] = frozenset({"silu"})
+    joins_gate: bool = False
+    """A single projection computes the gate and up outputs."""
+
+
+@dataclass(frozen=True)
+class EndsKind:
+    """How embeddings and logits are scaled."""
+
     embedding: str = ""
     """Name of the decoder attribute with the factor that scales embeddings."""
+    placeholders: tuple[str, ...] = ()
+    """Names of settings that hold the placeholder token ids of a multimodal model."""
     logit_divisor: str = ""
     """Name of the setting that logits are divided by."""
     logit_factor: str = ""
@@ -180,12 +204,28 @@ class Family:
     """Name of the setting that holds the softcap of logits."""
     bounding: tuple[str, ...] = ("ForCausalLM",)
     """Class-name suffixes of models that apply ``logit_divisor``, ``logit_factor`` and ``logit_softcap``."""
-    placeholders: tuple[str, ...] = ()
-    """Names of settings that hold the placeholder token ids of a multimodal model."""
+
+    @property
+    def logit_settings(self) -> tuple[str, ...]:
+        """Names of the settings that change logits."""
+        return tuple(filter(None, (self.logit_divisor, self.logit_factor, self.logit_softcap)))
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model type's layers differ from Llama's."""
+
+    norm: NormKind = ROUNDED_FIRST
+    names: Names = Names()
+    layer: LayerKind = LayerKind()
+    attention: AttentionKind = AttentionKind()
+    rotary: RotaryKind = RotaryKind()
+    mlp: MlpKind = MlpKind()
     experts: ExpertKind | None = None
     """Description of the mixture of experts in some layers; None if no layer has one."""
-    added_router: str = ""
-    """Class name of the router for experts that layers may have in addition to their MLP."""
+    side: SideNames | None = None
+    """Names of what layers with attention have besides a mixer; None if attention isn't part of a ``SideBlock``."""
+    ends: EndsKind = EndsKind()
     attributes: frozenset[str] = frozenset()
     """Known module attributes in addition to ``ATTRIBUTES``."""
     settings: frozenset[str] = frozenset()
@@ -197,35 +237,37 @@ class Family:
     def gates_mlp(self) -> bool:
         return bool(self.names.up)
 
-    @property
-    def logit_settings(self) -> tuple[str, ...]:
-        """Names of the settings that change logits."""
-        return tuple(filter(None, (self.logit_divisor, self.logit_factor, self.logit_softcap)))
-
     def knows(self, module: Module) -> bool:
         """Return True if the description covers all attributes of a module."""
-        known = {*ATTRIBUTES, *self.attributes, self.softcap, self.residual, self.widens, "training", "config"}
-        known |= {path.rpartition(".")[2] for paths in self.factors.values() for path in paths}
+        layer = self.layer
+        known = {*ATTRIBUTES, *self.attributes, self.attention.softcap, layer.residual, layer.widens}
+        known |= {
+            "training",
+            "config",
+            *(path.rpartition(".")[2] for paths in layer.factors.values() for path in paths),
+        }
         return all(name in known or name.startswith("_") for name in vars(module))
 
     def holds_for(self, model: Module, config: Any) -> bool:
         """Return True if a model's classes and settings match the description."""
-        known = {*SETTINGS, *self.settings, self.softcap, self.residual, self.embedding, *self.logit_settings}
+        named = self.attention.softcap, self.layer.residual, self.ends.embedding, *self.ends.logit_settings
+        known = {*SETTINGS, *self.settings, *named}
         if not settings_of(type(config)) <= known or not is_of_package(model, package_of(config)):
             return False
         if any(getattr(config, name, None) not in values for name, values in self.required.items()):
             return False
-        changes_logits = any(getattr(config, name) is not None for name in self.logit_settings)
-        return not changes_logits or type(model).__name__.endswith(self.bounding)
+        changes_logits = any(getattr(config, name) is not None for name in self.ends.logit_settings)
+        return not changes_logits or type(model).__name__.endswith(self.ends.bounding)
 
 
 LLAMA = Family()
 GELU = frozenset({"gelu_tanh", "gelu"})
 GEMMA_NORM, ROUNDED_AFTER = NormKind(offset=1.0, rounds=False), NormKind(rounds=False)
+OLMO2 = Family(norm=ROUNDED_AFTER, layer=LayerKind(norms=POST_NORMS), attention=AttentionKind(norms_all_heads=True))
 CAUSAL_ONLY = {"use_bidirectional_attention": (None, False)}
 FAMILIES: Mapping[str, Family] = {
     "ernie4_5_moe": Family(
-        is_interleaved=True,
+        rotary=RotaryKind(is_interleaved=True),
         experts=ExpertKind(
             "Ernie4_5_MoeSparseMoeBlock",
             "Ernie4_5_MoeTopKRouter",
@@ -239,89 +281,81 @@ FAMILIES: Mapping[str, Family] = {
         }),
     ),
     "exaone4": Family(
-        norms=POST_NORMS,
-        rotates=lambda attention: attention.sliding_window is None or attention.is_sliding,
+        layer=LayerKind(norms=POST_NORMS),
+        rotary=RotaryKind(rotates=lambda attention: attention.sliding_window is None or attention.is_sliding),
         attributes=frozenset({"sliding_window_pattern"}),
         settings=frozenset({"sliding_window_pattern"}),
     ),
     "gemma": Family(
         norm=GEMMA_NORM,
-        activations=GELU,
+        mlp=MlpKind(activations=GELU),
         settings=frozenset({"use_bidirectional_attention"}),
         required=CAUSAL_ONLY,
     ),
     "gemma2": Family(
-        norms=SANDWICH,
         norm=GEMMA_NORM,
-        activations=GELU,
-        softcap="attn_logit_softcapping",
-        logit_softcap="final_logit_softcapping",
+        layer=LayerKind(norms=SANDWICH),
+        attention=AttentionKind(softcap="attn_logit_softcapping"),
+        mlp=MlpKind(activations=GELU),
+        ends=EndsKind(logit_softcap="final_logit_softcapping"),
         settings=frozenset({"query_pre_attn_scalar", "use_bidirectional_attention"}),
         required=CAUSAL_ONLY,
     ),
     "gemma3": Family(
-        norms=SANDWICH,
         norm=GEMMA_NORM,
-        activations=GELU,
-        logit_softcap="final_logit_softcapping",
+        layer=LayerKind(norms=SANDWICH),
+        mlp=MlpKind(activations=GELU),
+        ends=EndsKind(logit_softcap="final_logit_softcapping"),
         attributes=frozenset({"attn_logit_softcapping"}),
         settings=frozenset({"attn_logit_softcapping", "query_pre_attn_scalar", "use_bidirectional_attention"}),
         required={**CAUSAL_ONLY, "attn_logit_softcapping": (None,)},
     ),
-    "glm": Family(joins_gate=True, is_partial=True, is_interleaved=True),
+    "glm": Family(rotary=RotaryKind(is_partial=True, is_interleaved=True), mlp=MlpKind(joins_gate=True)),
     "glm4": Family(
-        norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-        joins_gate=True,
-        is_partial=True,
-        is_interleaved=True,
+        layer=LayerKind(
+            norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+        ),
+        rotary=RotaryKind(is_partial=True, is_interleaved=True),
+        mlp=MlpKind(joins_gate=True),
     ),
     "glm4_moe": Family(
-        is_partial=True,
-        experts=ExpertKind(
-            "Glm4MoeMoE",
-            "Glm4MoeTopkRouter",
-            shared="shared_experts",
-            has_sigmoids=True,
-            correction="gate.e_score_correction_bias",
-            sum_offset=1e-20,
-        ),
+        rotary=RotaryKind(is_partial=True),
+        experts=deepseek_experts("Glm4Moe"),
         attributes=frozenset({"rope_parameters", "use_qk_norm"}),
         settings=EXPERT_SETTINGS | {"num_mtp_layers", "use_qk_norm"},
     ),
     "gpt_oss": Family(
         norm=ROUNDED_AFTER,
-        has_sinks=True,
-        has_half_tables=True,
+        attention=AttentionKind(has_sinks=True),
+        rotary=RotaryKind(has_half_tables=True),
         experts=ExpertKind("GptOssMLP", "GptOssTopKRouter", gate="router"),
         settings=EXPERT_SETTINGS | {"swiglu_alpha", "swiglu_limit"},
     ),
     "granite": Family(
-        residual="residual_multiplier",
-        embedding="embedding_multiplier",
-        logit_divisor="logits_scaling",
+        layer=LayerKind(residual="residual_multiplier"),
+        ends=EndsKind(embedding="embedding_multiplier", logit_divisor="logits_scaling"),
         settings=frozenset({"attention_multiplier"}),
     ),
     "granitemoe": Family(
         names=Names(mlp="block_sparse_moe"),
-        residual="residual_multiplier",
-        embedding="embedding_multiplier",
-        logit_divisor="logits_scaling",
+        layer=LayerKind(residual="residual_multiplier"),
         experts=ExpertKind("GraniteMoeMoE", "GraniteMoeTopKRouter", gate="router"),
+        ends=EndsKind(embedding="embedding_multiplier", logit_divisor="logits_scaling"),
         settings=EXPERT_SETTINGS | {"attention_multiplier"},
     ),
     "mixtral": Family(experts=ExpertKind("MixtralSparseMoeBlock", "MixtralTopKRouter"), settings=EXPERT_SETTINGS),
-    "olmo2": Family(norms=POST_NORMS, norm=ROUNDED_AFTER, norms_all_heads=True),
-    "olmo3": Family(norms=POST_NORMS, norm=ROUNDED_AFTER, norms_all_heads=True),
+    "olmo2": OLMO2,
+    "olmo3": OLMO2,
     "olmoe": Family(
-        norms_all_heads=True,
+        attention=AttentionKind(norms_all_heads=True),
         experts=ExpertKind("OlmoeSparseMoeBlock", "OlmoeTopKRouter"),
         settings=EXPERT_SETTINGS | {"clip_qkv"},
         required={"clip_qkv": (None,)},
     ),
     "phi3": Family(
-        joins_qkv=True,
-        joins_gate=True,
-        is_partial=True,
+        attention=AttentionKind(joins_qkv=True),
+        rotary=RotaryKind(is_partial=True),
+        mlp=MlpKind(joins_gate=True),
         settings=frozenset({"embd_pdrop", "original_max_position_embeddings", "resid_pdrop"}),
         required={"resid_pdrop": (0.0,)},
     ),
@@ -334,17 +368,12 @@ FAMILIES: Mapping[str, Family] = {
         settings=EXPERT_SETTINGS | {"use_sliding_window"},
     ),
     "smollm3": Family(
-        rotates=lambda attention: bool(attention.use_rope),
+        rotary=RotaryKind(rotates=lambda attention: bool(attention.use_rope)),
         attributes=frozenset({"use_rope"}),
         settings=frozenset({"no_rope_layer_interval", "no_rope_layers", "use_sliding_window"}),
     ),
 }  # fmt: skip
 """Families by the name of their package in ``transformers.models``."""
-
-
-def family_of(layer: Module, families: Mapping[str, Family]) -> Family | None:
-    """Return the family whose package defines a layer's class, or None if ``families`` lacks that package."""
-    return families.get(package_of(layer))
 
 
 def package_of(thing: object) -> str:
@@ -373,34 +402,34 @@ def _projections_of_gemma4(attention: Any) -> tuple[str, ...]:
     return PROJECTIONS[:2] if attention.use_alternative_attention else PROJECTIONS
 
 
-def _gemma4(**changes: Any) -> Family:
-    return Family(
-        norms=SANDWICH,
-        norm=ROUNDED_AFTER,
-        activations=GELU,
+GEMMA4 = Family(
+    norm=ROUNDED_AFTER,
+    layer=LayerKind(norms=SANDWICH, added_router="Gemma4TextRouter", has_inputs=True, factor="layer_scalar"),
+    attention=AttentionKind(
         projections=_projections_of_gemma4,
         shared_kv_attribute="store_full_length_kv",
         value_norm="v_norm",
         varies_heads=True,
-        factor="layer_scalar",
+    ),
+    mlp=MlpKind(activations=GELU),
+    ends=EndsKind(
         logit_softcap="final_logit_softcapping",
         bounding=("ForCausalLM", "ForConditionalGeneration"),
         placeholders=("image_token_id", "video_token_id", "audio_token_id"),
-        attributes=frozenset({
-            "enable_moe_block", "hidden_size_per_layer_input", "is_kv_shared_layer", "store_full_length_kv",
-            "use_alternative_attention", "v_proj",
-        }),
-        settings=frozenset({
-            "attention_k_eq_v", "enable_moe_block", "hidden_size_per_layer_input", "moe_intermediate_size",
-            "num_experts", "num_kv_shared_layers", "top_k_experts", "use_bidirectional_attention",
-            "use_double_wide_mlp", "vocab_size_per_layer_input",
-        }),
-        **{"required": {"use_bidirectional_attention": (None, False, "vision")}, **changes},
-    )  # fmt: skip
-
-
+    ),
+    attributes=frozenset({
+        "enable_moe_block", "hidden_size_per_layer_input", "is_kv_shared_layer", "store_full_length_kv",
+        "use_alternative_attention", "v_proj",
+    }),
+    settings=frozenset({
+        "attention_k_eq_v", "enable_moe_block", "hidden_size_per_layer_input", "moe_intermediate_size",
+        "num_experts", "num_kv_shared_layers", "top_k_experts", "use_bidirectional_attention",
+        "use_double_wide_mlp", "vocab_size_per_layer_input",
+    }),
+    required={"use_bidirectional_attention": (None, False, "vision")},
+)  # fmt: skip
 VARIED_FAMILIES: Mapping[str, Family] = {
-    "gemma4": _gemma4(has_inputs=True, added_router="Gemma4TextRouter"),
-    "gemma4_unified": _gemma4(),
+    "gemma4": GEMMA4,
+    "gemma4_unified": replace(GEMMA4, layer=replace(GEMMA4.layer, added_router="", has_inputs=False)),
 }
 """Families whose layers may differ in heads and inputs, by the name of their package in ``transformers.models``."""

@@ -29,7 +29,7 @@ from hdtool.runtime.program.feed_forward import activation_of, feed_forward_part
 from hdtool.runtime.program.hybrid_families import MIXTURE_MODULES, MixtureParts, is_known_mixture, mixture_parts
 from hdtool.runtime.program.latent_parts import LatentParts
 from hdtool.runtime.program.mixer_parts import MixerParts, epsilon_of, mixer_parts, tensors_of
-from hdtool.runtime.program.model_families import LLAMA, Family, family_of, is_of_package, package_of
+from hdtool.runtime.program.model_families import LLAMA, Family, is_of_package, package_of
 from hdtool.runtime.program.side_block import SideBlock, modules_of, with_side_block
 from hdtool.runtime.program.sublayers import sublayers_of
 
@@ -165,9 +165,10 @@ class LayerParts(Generic[Matmul]):
     def factors(self, family: Family) -> dict[str, Any]:
         """Return the factors that scale outputs of matmuls other than 1: numbers, or a tensor for ``first``.
 
-        ``first`` is the first input projection of the mixer; the other matmuls are those of ``Family.factors``.
+        ``first`` is the first input projection of the mixer; the other matmuls are those of ``LayerKind.factors``.
         """
-        values = {name: [attrgetter(path)(self.layer) for path in paths] for name, paths in family.factors.items()}
+        described = family.layer.factors.items()
+        values = {name: [attrgetter(path)(self.layer) for path in paths] for name, paths in described}
         if self.mixer and (factors := self.mixer.input_factors):
             values["first"] = factors
         products = {name: prod(scales) for name, scales in values.items()}
@@ -207,7 +208,7 @@ class ModelParts(Generic[Matmul]):
 
     @property
     def attending(self) -> list[LayerParts[Matmul]]:
-        """Layers with attention; all have the same head shape unless ``family.varies_heads``."""
+        """Layers with attention; all have the same head shape unless the family ``varies_heads``."""
         return [layer for layer in self.layers if layer.attention]
 
     @property
@@ -218,7 +219,7 @@ class ModelParts(Generic[Matmul]):
     @property
     def placeholders(self) -> list[int]:
         """Ids of the tokens that Transformers replaces with image, video or audio embeddings."""
-        tokens = (getattr(self.model.config, name, None) for name in self.family.placeholders)
+        tokens = (getattr(self.model.config, name, None) for name in self.family.ends.placeholders)
         return [token for token in tokens if isinstance(token, int)]
 
 
@@ -240,7 +241,7 @@ def model_parts(model: Any, kind: Kind[Matmul]) -> ModelParts[Matmul] | None:
     embedding, norm = (decoder.get_submodule(name) for name in (family.names.embedding, family.names.last_norm))
     rotary = decoder._modules.get(family.names.rotary)
     head, epsilon = model.get_output_embeddings(), epsilon_of(norm, family.norm.parameters)
-    rotates = any(layer.attention and family.rotates(layer.attention) for layer in layers)
+    rotates = any(layer.attention and family.rotary.rotates(layer.attention) for layer in layers)
     inputs = layer_inputs(decoder, len(layers), max(widths), kind) if any(widths) else None
     if (
         not kind.is_linear(head)
@@ -265,7 +266,7 @@ def fits_cache(parts: ModelParts[Any], shapes: Sequence[LayerShape]) -> bool:
 
 
 def _family_of(layer: Module, kind: Kind[Matmul]) -> Family:
-    return family_of(layer, kind.families) or LLAMA
+    return kind.families.get(package_of(layer), LLAMA)
 
 
 def _is_fixed(rotary: Any) -> bool:
@@ -277,7 +278,7 @@ def _is_fixed(rotary: Any) -> bool:
 
 def _is_described(model: Module, decoder: Any, family: Family) -> bool:
     """Return True if the modules around the layers, and the model's settings, match the family's description."""
-    known = {family.embedding, *family.logit_settings}
+    known = {family.ends.embedding, *family.ends.logit_settings}
     names = [name for name in vars(decoder) if UNSUPPORTED_ATTRIBUTES.search(name) and name not in known]
     others = {"layers", PROJECTION, *_dropouts(decoder, family)}
     ends = (decoder, *(module for name, module in decoder._modules.items() if name not in others))
@@ -294,7 +295,7 @@ def layers_of(modules: ModuleList, kind: Kind[Matmul]) -> list[LayerParts[Matmul
     is_llama = family is LLAMA
     attending = [part for part in recognized if part.attention]
     shapes = {part.shape if is_llama else (type(part.layer), *part.head_shape) for part in attending}
-    if family.varies_heads:
+    if family.attention.varies_heads:
         shapes = {(type(part.layer), part.scale) for part in attending}
     common_shapes = {(part.hidden, part.epsilon) for part in recognized}
     if len(recognized) < len(parts) or len(shapes) > 1 or len(common_shapes) != 1:
@@ -310,11 +311,11 @@ def _with_sources(layers: list[LayerParts[Matmul]], family: Family) -> list[Laye
     sources, linked = dict[str, int](), list[LayerParts[Matmul]]()
     for index, layer in enumerate(layers):
         attention: Any = layer.attention
-        if not family.shared_kv_attribute:
+        if not family.attention.shared_kv_attribute:
             linked.append(layer)
         elif len(layer.qkv) > 1:
             linked.append(layer)
-            if getattr(attention, family.shared_kv_attribute):
+            if getattr(attention, family.attention.shared_kv_attribute):
                 sources[attention.layer_type] = index
         else:
             source = sources.get(attention.layer_type)
@@ -330,9 +331,9 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
     if sublayers is None:
         return None
     attention, mixer_module, feed = sublayers
-    norms = family.norms if attention else family.norms_of_mixers or family.norms
-    inputs = input_parts(layer) if family.has_inputs else None
-    added_mixture = mixture_parts(layer, family.added_router)
+    norms = family.layer.norms if attention else family.layer.norms_of_mixers or family.layer.norms
+    inputs = input_parts(layer) if family.layer.has_inputs else None
+    added_mixture = mixture_parts(layer, family.layer.added_router)
     extra_mixture = (
         family.experts.added_block if family.experts and children.get(family.experts.added_block) is not None else ""
     )
@@ -369,10 +370,10 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
         layer, None, (), None, feed_forward.gate_up, feed_forward.down, feed_forward.experts, block_norms, (),
         0, 0, 0, epsilon, 0.0, feed_forward.activation, feed_forward.activation_module,
         feed_forward.shared_gate, mixer,
-        inputs=inputs, added_mixture=added_mixture, factor=layer._buffers.get(family.factor),
+        inputs=inputs, added_mixture=added_mixture, factor=layer._buffers.get(family.layer.factor),
     )  # fmt: skip
     if attention and parts:
-        read = with_latents if family.has_latents else with_attention
+        read = with_latents if family.attention.has_latents else with_attention
         parts = read(parts, attention, index, kind, family)
         parts = with_side_block(parts, index, kind, family.side) if parts and family.side else parts
     return parts if parts and _is_complete(parts, kind, family) else None
@@ -409,10 +410,11 @@ def _has_known_code(
 def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) -> bool:
     """Return True if all shapes match, no ``forward`` is replaced, and every tensor of the layer belongs to a part."""
     hidden, inner, keys, latent = parts.hidden, parts.inner, parts.heads * parts.width, parts.latent
+    described = family.attention
     queries = keys * parts.groups
     key_rows = [keys] * (len(parts.qkv) - 1)
-    projections = [queries + 2 * keys] if family.joins_qkv else [queries * (1 + family.gates_heads), *key_rows]
-    dense = [2 * inner] if family.joins_gate else [inner] * len(parts.gate_up)
+    projections = [queries + 2 * keys] if described.joins_qkv else [queries * (1 + described.gates_heads), *key_rows]
+    dense = [2 * inner] if family.mlp.joins_gate else [inner] * len(parts.gate_up)
     read = 2 * hidden if parts.side else hidden
     attention_shapes = [*((rows, read) for rows in projections), (hidden, queries)] if parts.attention else []
     if latent:  # latent_parts has checked these shapes
@@ -427,7 +429,7 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
     head_norm_shapes = [*([(read,)] if parts.side else []), *_head_norm_shapes(parts, family)]
     norm_shapes = [(hidden,)] * (len(parts.norms) - len(head_norm_shapes)) + head_norm_shapes
     weights: list[list[Any]] = [[norm._parameters[name] for name in family.norm.parameters] for norm in parts.norms]
-    sinks: Any = parts.attention._parameters.get("sinks") if family.has_sinks and parts.attention else None
+    sinks: Any = parts.attention._parameters.get("sinks") if described.has_sinks and parts.attention else None
     mixer = parts.mixer.module if parts.mixer else None
     added_mixture = parts.added_mixture
     others = parts.experts, mixer, added_mixture.experts if added_mixture else None
@@ -442,9 +444,9 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
         all(_shape_of(matmul) == shape for matmul, shape in zip(parts.matmuls, shapes, strict=True))
         and all({weight.shape for weight in pair} == {shape} for pair, shape in zip(weights, norm_shapes, strict=True))
         and all(kind.is_readable(weight) for pair in weights for weight in pair)
-        and (not family.has_sinks or (sinks is not None and kind.is_readable(sinks)))
+        and (not described.has_sinks or (sinks is not None and kind.is_readable(sinks)))
         and (added_mixture is None or is_known_mixture(added_mixture, parts.layer, hidden, parts.epsilon, kind))
-        and (not family.factor or (parts.factor is not None and parts.factor.numel() == 1))
+        and (not family.layer.factor or (parts.factor is not None and parts.factor.numel() == 1))
         and {id(tensor) for tensor in tensors_of(parts.layer)} == known_ids
         and not any("forward" in vars(module) for module in parts.layer.modules() if id(module) not in inside)
     )
@@ -453,9 +455,9 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
 def _head_norm_shapes(parts: LayerParts[Any], family: Family) -> list[tuple[int, ...]]:
     heads, width = parts.heads * parts.groups, parts.width
     shapes: tuple[tuple[int, ...], ...] = ((width,), (width,))
-    if family.norms_all_heads:
+    if family.attention.norms_all_heads:
         shapes = (heads * width,), (parts.heads * width,)
-    elif family.norms_each_head:
+    elif family.attention.norms_each_head:
         shapes = (heads, width), (parts.heads, width)
     return list(shapes[: len(parts.head_norms)])
 

@@ -23,18 +23,18 @@ class Sublayers(NamedTuple):
 def sublayers_of(layer: Module, family: Family) -> Sublayers | None:
     """Return the sublayers of a layer, or None if the family's layers have others."""
     names, children = family.names, modules_of(layer, family)
-    mixers = [name for name in family.mixers if type(children.get(name)).__name__ in READERS]
+    mixers = [name for name in family.layer.mixers if type(children.get(name)).__name__ in READERS]
     mixer = children[mixers[0]] if mixers else None
     attention, feed = children.get(names.attention), children.get(names.mlp)
     attention = None if attention is mixer else attention
     if family.side:
         is_known = mixer is not None and (attention is None) == (feed is None)
         return Sublayers(attention, mixer, feed) if is_known else None
-    if family.is_single:
+    if family.layer.is_single:
         if mixer is not None or attention is None:
             return Sublayers(None, mixer, None) if mixer is not None else None
-        attends = type(attention).__name__ == family.attention_class
+        attends = type(attention).__name__ == family.attention.class_name
         return Sublayers(attention, None, None) if attends else Sublayers(None, None, feed)
-    if feed is None or [attention is None, mixer is None].count(False) != 1 + family.adds_mixers:
+    if feed is None or [attention is None, mixer is None].count(False) != 1 + family.layer.adds_mixers:
         return None
     return Sublayers(attention, mixer, feed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hdtool.runtime.engines.cuda import fused_pass
 from hdtool.runtime.engines.cuda.fused_pass import fuse
 from hdtool.runtime.program.hybrid_families import DESCRIBED
 from hdtool.runtime.program.mixer_parts import ExpertKind
-from hdtool.runtime.program.model_families import GEMMA_NORM, NormKind
+from hdtool.runtime.program.model_families import GEMMA_NORM, Family, NormKind
 from hdtool.runtime.program.side_block import SideNames
 from hdtool.runtime.target.target import Target
 from tests.support.described import model_of, target_of
@@ -39,47 +40,50 @@ def side_with(**lists: str) -> SideNames:
     return replace(known, adapters={**known.adapters, **changed})
 
 
-NORMS = DESCRIBED["gemma4"].norms
-FACTORS = DESCRIBED["falcon_h1"].factors
-OWN_KEYS: dict[str, Any] = {"projections": lambda attention: ("q_proj", "k_proj", "v_proj")}
+NORMS = DESCRIBED["gemma4"].layer.norms
+FACTORS = DESCRIBED["falcon_h1"].layer.factors
+OWN_KEYS: dict[str, Any] = {"attention.projections": lambda attention: ("q_proj", "k_proj", "v_proj")}
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "no offset": ("gemma3", {"norm": NormKind()}),
-    "no bound of scores": ("gemma2", {"softcap": ""}),
-    "no bound of logits": ("gemma2", {"logit_softcap": ""}),
+    "no bound of scores": ("gemma2", {"attention.softcap": ""}),
+    "no bound of logits": ("gemma2", {"ends.logit_softcap": ""}),
     "norms before instead of after": (
         "olmo2",
-        {"norms": ("post_attention_layernorm", "", "post_feedforward_layernorm", "")},
+        {"layer.norms": ("post_attention_layernorm", "", "post_feedforward_layernorm", "")},
     ),
-    "another order of norms": ("gemma3", {"norms": (*DESCRIBED["gemma3"].norms[2:], *DESCRIBED["gemma3"].norms[:2])}),
-    "no multiplier of embeddings": ("granite", {"embedding": ""}),
-    "no multiplier of what layers add": ("granite", {"residual": ""}),
-    "no divisor of logits": ("granite", {"logit_divisor": ""}),
-    "positions in all layers": ("smollm3", {"rotates": lambda attention: True}),
-    "no positions": ("gemma3", {"rotates": lambda attention: False}),
-    "pairs of halves": ("glm4", {"is_interleaved": False}),
-    "pairs side by side": ("phi3", {"is_interleaved": True}),
-    "no sinks": ("gpt_oss", {"has_sinks": False}),
-    "norms of single heads": ("olmo2", {"norms_all_heads": False}),
+    "another order of norms": (
+        "gemma3",
+        {"layer.norms": (*DESCRIBED["gemma3"].layer.norms[2:], *DESCRIBED["gemma3"].layer.norms[:2])},
+    ),
+    "no multiplier of embeddings": ("granite", {"ends.embedding": ""}),
+    "no multiplier of what layers add": ("granite", {"layer.residual": ""}),
+    "no divisor of logits": ("granite", {"ends.logit_divisor": ""}),
+    "positions in all layers": ("smollm3", {"rotary.rotates": lambda attention: True}),
+    "no positions": ("gemma3", {"rotary.rotates": lambda attention: False}),
+    "pairs of halves": ("glm4", {"rotary.is_interleaved": False}),
+    "pairs side by side": ("phi3", {"rotary.is_interleaved": True}),
+    "no sinks": ("gpt_oss", {"attention.has_sinks": False}),
+    "norms of single heads": ("olmo2", {"attention.norms_all_heads": False}),
     "no centering": ("cohere", {"norm": NormKind(rounds=False)}),
-    "one sublayer after the other": ("cohere", {"is_parallel": False}),
-    "no factor of logits": ("cohere", {"logit_factor": ""}),
-    "tables of halves": ("cohere", {"has_paired_tables": False}),
-    "positions in every layer": ("cohere2", {"rotates": lambda attention: True}),
-    "pairs in a part": ("phi", {"is_interleaved": True}),
-    "parallel sublayers": ("starcoder2", {"is_parallel": True}),
+    "one sublayer after the other": ("cohere", {"layer.is_parallel": False}),
+    "no factor of logits": ("cohere", {"ends.logit_factor": ""}),
+    "tables of halves": ("cohere", {"rotary.has_paired_tables": False}),
+    "positions in every layer": ("cohere2", {"rotary.rotates": lambda attention: True}),
+    "pairs in a part": ("phi", {"rotary.is_interleaved": True}),
+    "parallel sublayers": ("starcoder2", {"layer.is_parallel": True}),
     "no bias of norms": ("starcoder2", {"norm": NormKind(rounds=False, is_centered=True)}),
-    "halves of latent attention": ("deepseek_v3", {"splits_pairs": False}),
-    "pairs that stay": ("deepseek_v3", {"splits_pairs": False, "is_interleaved": True}),
-    "pairs that move": ("deepseek_v2", {"splits_pairs": True, "is_interleaved": False}),
-    "no latent vectors": ("youtu", {"has_latents": False}),
-    "no gates of latent attention": ("bailing_hybrid", {"latent_gate": ""}),
-    "halves in a hybrid": ("bailing_hybrid", {"splits_pairs": False}),
-    "positions in a hybrid": ("kimi_linear", {"rotates": lambda attention: True}),
+    "halves of latent attention": ("deepseek_v3", {"rotary.splits_pairs": False}),
+    "pairs that stay": ("deepseek_v3", {"rotary.splits_pairs": False, "rotary.is_interleaved": True}),
+    "pairs that move": ("deepseek_v2", {"rotary.splits_pairs": True, "rotary.is_interleaved": False}),
+    "no latent vectors": ("youtu", {"attention.has_latents": False}),
+    "no gates of latent attention": ("bailing_hybrid", {"attention.latent_gate": ""}),
+    "halves in a hybrid": ("bailing_hybrid", {"rotary.splits_pairs": False}),
+    "positions in a hybrid": ("kimi_linear", {"rotary.rotates": lambda attention: True}),
     "adapters of keys for values": (
         "zamba2",
         {"side": side_with(keys="linear_v_adapter_list", values="linear_k_adapter_list")},
     ),
-    "no positions beside a mixer": ("zamba2", {"rotates": lambda attention: False}),
+    "no positions beside a mixer": ("zamba2", {"rotary.rotates": lambda attention: False}),
     "another mixture in a hybrid": ("kimi_linear", {"experts": DESCRIBED["bailing_hybrid"].experts}),
 }
 WRONG_FOR_CPUS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -90,36 +94,44 @@ WRONG_FOR_CPUS: dict[str, tuple[str, dict[str, Any]]] = {
     "no shared expert": ("glm4_moe", {"experts": experts_of("glm4_moe", shared="")}),
     "routing weights of sum 1": ("deepseek_v2", {"experts": experts_of("deepseek_v2", renormalizes=True)}),
     "another sum of routing weights": ("glm4_moe", {"experts": experts_of("glm4_moe", sum_offset=0.1)}),
-    "no gates of heads": ("qwen3_5", {"gates_heads": False}),
+    "no gates of heads": ("qwen3_5", {"attention.gates_heads": False}),
     "no offset of norms": ("qwen3_5", {"norm": DESCRIBED["lfm2"].norm}),
-    "no residual factor": ("granitemoehybrid", {"residual": ""}),
-    "positions beside a scan": ("granitemoehybrid", {"rotates": lambda attention: True}),
+    "no residual factor": ("granitemoehybrid", {"layer.residual": ""}),
+    "positions beside a scan": ("granitemoehybrid", {"rotary.rotates": lambda attention: True}),
     "no factor of keys": (
         "falcon_h1",
         {
-            "factors": {**FACTORS, "keys": FACTORS["values"]},
+            "layer.factors": {**FACTORS, "keys": FACTORS["values"]},
             "attributes": frozenset({"channels_attn", "key_multiplier"}),
         },
     ),
     "two factors of mixers": (
         "falcon_h1",
-        {"factors": {**FACTORS, "mixer_out": (*FACTORS["out"], *FACTORS["mixer_out"])}},
+        {"layer.factors": {**FACTORS, "mixer_out": (*FACTORS["out"], *FACTORS["mixer_out"])}},
     ),
     "gate and up exchanged": ("lfm2", {"names": replace(DESCRIBED["lfm2"].names, gate="w3", up="w1")}),
     "weights of norms with an offset": ("gemma4", {"norm": GEMMA_NORM}),
-    "another order of norms of varied layers": ("gemma4", {"norms": (*NORMS[2:], *NORMS[:2])}),
-    "no bound of logits of varied layers": ("gemma4", {"logit_softcap": ""}),
-    "no positions in varied layers": ("gemma4_unified", {"rotates": lambda attention: False}),
-    "no norm of values": ("gemma4_unified", {"value_norm": ""}),
-    "no factor": ("gemma4_unified", {"factor": ""}),
-    "no inputs of layers": ("gemma4", {"has_inputs": False}),
+    "another order of norms of varied layers": ("gemma4", {"layer.norms": (*NORMS[2:], *NORMS[:2])}),
+    "no bound of logits of varied layers": ("gemma4", {"ends.logit_softcap": ""}),
+    "no positions in varied layers": ("gemma4_unified", {"rotary.rotates": lambda attention: False}),
+    "no norm of values": ("gemma4_unified", {"attention.value_norm": ""}),
+    "no factor": ("gemma4_unified", {"layer.factor": ""}),
+    "no inputs of layers": ("gemma4", {"layer.has_inputs": False}),
     "values of their own": ("gemma4_unified", OWN_KEYS),
     "keys of its own": ("gemma4", OWN_KEYS),
-    "no keys that later layers read": ("gemma4", {"shared_kv_attribute": "is_kv_shared_layer"}),
-    "heads of one shape": ("gemma4", {"varies_heads": False}),
-    "no experts": ("gemma4, experts beside MLPs", {"added_router": ""}),
+    "no keys that later layers read": ("gemma4", {"attention.shared_kv_attribute": "is_kv_shared_layer"}),
+    "heads of one shape": ("gemma4", {"attention.varies_heads": False}),
+    "no experts": ("gemma4, experts beside MLPs", {"layer.added_router": ""}),
 }
 """On a GPU, transformers computes experts."""
+
+
+def with_change(family: Family, change: tuple[str, Any]) -> Family:
+    """Return a description with another value of a field, which is named with its record, if it has one, and a dot."""
+    record, _, name = change[0].rpartition(".")
+    if not record:
+        return replace(family, **{name: change[1]})
+    return replace(family, **{record: replace(getattr(family, record), **{name: change[1]})})
 
 
 def describe_wrongly(fault: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -128,9 +140,10 @@ def describe_wrongly(fault: str, monkeypatch: pytest.MonkeyPatch) -> str:
     family = name.partition(",")[0]
     known = DESCRIBED[family]
     # What the structure alone would show must not hide what the numbers show.
-    settings = known.settings | {known.embedding, known.residual, *known.logit_settings}
-    relaxed = {"settings": settings, "attributes": known.attributes | {known.softcap, known.residual}}
-    wrong = {**DESCRIBED, family: replace(known, **{**relaxed, **changes})}
+    settings = known.settings | {known.ends.embedding, known.layer.residual, *known.ends.logit_settings}
+    attributes = known.attributes | {known.attention.softcap, known.layer.residual}
+    relaxed = replace(known, settings=settings, attributes=attributes)
+    wrong = {**DESCRIBED, family: reduce(with_change, changes.items(), relaxed)}
     monkeypatch.setattr(proof, "COMPILED", replace(COMPILED, families=wrong))
     monkeypatch.setattr(fused_pass, "DESCRIBED", wrong)
     return name

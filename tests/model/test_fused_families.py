@@ -253,7 +253,7 @@ def test_all_descriptions_are_tested_and_differ_from_llamas() -> None:
     for family in FAMILIES.values():
         plain = Family()
         assert replace(family, settings=plain.settings, required=plain.required, attributes=plain.attributes) != plain
-    assert Family().norms == LLAMA_NORMS
+    assert Family().layer.norms == LLAMA_NORMS
 
 
 def test_states_may_have_weights_in_float32_in_a_model_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:

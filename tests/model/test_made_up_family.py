@@ -46,9 +46,16 @@ def test_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert target.is_fused
 
 
-@pytest.mark.parametrize("changes", [{"gates_heads": False}, {"shared_kv_attribute": ""}, {"experts": None}])
-def test_a_wrong_row_is_not_used(changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    describe(monkeypatch, replace(ROW, **changes))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "row",
+    [
+        replace(ROW, attention=replace(ROW.attention, gates_heads=False)),
+        replace(ROW, attention=replace(ROW.attention, shared_kv_attribute="")),
+        replace(ROW, experts=None),
+    ],
+)
+def test_a_wrong_row_is_not_used(row: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    describe(monkeypatch, row)
     assert not compiled_target().compiled
     assert not Target(made_up_model(), direct).is_fused
 

@@ -22,15 +22,24 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, MixtralTopKRouter
 
 from hdtool.runtime.program.mixer_parts import ExpertKind
-from hdtool.runtime.program.model_families import EXPERT_SETTINGS, POST_NORMS, PROJECTIONS, Family
+from hdtool.runtime.program.model_families import (
+    EXPERT_SETTINGS,
+    POST_NORMS,
+    PROJECTIONS,
+    AttentionKind,
+    Family,
+    LayerKind,
+)
 from tests.support.families import SHAPE
 
 PACKAGE = "made_up"
 ROW = Family(
-    norms=POST_NORMS,
-    gates_heads=True,
-    projections=lambda attention: PROJECTIONS[: 3 if attention.own_keys else 1],
-    shared_kv_attribute="own_keys",
+    layer=LayerKind(norms=POST_NORMS),
+    attention=AttentionKind(
+        gates_heads=True,
+        projections=lambda attention: PROJECTIONS[: 3 if attention.own_keys else 1],
+        shared_kv_attribute="own_keys",
+    ),
     experts=ExpertKind("MadeUpMixture", "MadeUpRouter"),
     attributes=frozenset({"own_keys"}),
     settings=EXPERT_SETTINGS,

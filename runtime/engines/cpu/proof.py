@@ -265,7 +265,7 @@ class _LayerProof:
         if self._parts.family.side:
             embeddings = {"original_hidden_states": self._embedded, "layer_idx": number}
             arguments |= {**embeddings, "attention_mask": None, "causal_mask": mask}
-        if self._parts.family.shared_kv_attribute:
+        if self._parts.family.attention.shared_kv_attribute:
             arguments["shared_kv_states"] = self._shared
         if part.kv_source is not None and part.kv_source not in self._compared:
             slots, new = positions.shape

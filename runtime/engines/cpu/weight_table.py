@@ -163,35 +163,36 @@ class WeightTable:
     def pass_record(self, slots: int, new: int, mask: Any = None) -> Record:
         """Return the record of a pass over ``slots`` sequences, each of which has ``new`` rows."""
         part, family = self._parts.layers[0], self._parts.family
+        attention, rotary, described = family.attention, family.rotary, family.layer
         pass_record = zeroed_records(PASS)[0]
         input_width = part.inputs.width if part.inputs else 0
         inner = max(input_width, *(layer.inner for layer in self._parts.layers))
         pass_record.total_rows = slots * new
         pass_record.slots, pass_record.new, pass_record.hidden, pass_record.inner = slots, new, part.hidden, inner
         pass_record.rotary_width = self._rotary_below(1).shape[-1] if self._kinds else 0
-        pass_record.interleaved, pass_record.splits_pairs = family.is_interleaved, family.splits_pairs
+        pass_record.interleaved, pass_record.splits_pairs = rotary.is_interleaved, rotary.splits_pairs
         pass_record.inputs_stride = len(self._parts.layers) * input_width
         if mask is not None:
             pass_record.mask = mask.data_ptr()
             pass_record.mask_slot_stride, pass_record.mask_row_stride = mask.stride(0), mask.stride(2)
         pass_record.threads, pass_record.step_function = torch.get_num_threads(), step_function().address
         for attending in self._parts.attending[:1]:
-            softcap = getattr(attending.attention, family.softcap) if family.softcap else None
+            softcap = getattr(attending.attention, attention.softcap) if attention.softcap else None
             pass_record.scale, pass_record.softcap = attending.scale, softcap or 0.0
-        pass_record.residual = getattr(part.layer, family.residual) if family.residual else 1.0
+        pass_record.residual = getattr(part.layer, described.residual) if described.residual else 1.0
         pass_record.epsilon, pass_record.norm_offset = part.epsilon, family.norm.offset
         if self.has_experts:
             pass_record.expert_scratch = max(map(_expert_scratch_size, self._layers))
             pass_record.expert_function = expert_function().address
         if any(layer.latent for layer in self._parts.layers):
             pass_record.latent_function = latent_function().address
-        pass_record.norms_all_heads, pass_record.centers_norms = family.norms_all_heads, family.norm.is_centered
-        pass_record.is_parallel = family.is_parallel
+        pass_record.norms_all_heads, pass_record.centers_norms = attention.norms_all_heads, family.norm.is_centered
+        pass_record.is_parallel = described.is_parallel
         for layer in filter(lambda layer: layer.down, self._parts.layers):
             pass_record.activation = ACTIVATIONS[layer.activation]
         if any(layer.side for layer in self._parts.layers):
             pass_record.side_function = side_function().address
-        pass_record.gates_heads = family.gates_heads
+        pass_record.gates_heads = attention.gates_heads
         if self.mixers:
             self.mixers.fill_pass_record(pass_record)
         return pass_record
@@ -265,7 +266,7 @@ class WeightTable:
                 layer[field] = self._norm(norm)
             for field, norm in zip(HEAD_NORMS, part.head_norms, strict=False):
                 attention[field] = self._norm(norm)
-            attention.sinks = _address_of(part.attention, "sinks") if self._parts.family.has_sinks else 0
+            attention.sinks = _address_of(part.attention, "sinks") if self._parts.family.attention.has_sinks else 0
             attention.window = window.window or 0
             attention.rotary = -1 if kind is None else self._kinds.index(kind)
             attention.rotary_width = 0 if kind is None else rotary_widths[kind]

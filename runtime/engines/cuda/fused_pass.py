@@ -46,7 +46,7 @@ def fuse(stock: StockModel, facts: ModelFacts) -> ProgramPass | None:
 
 def _widens(parts: ModelParts[Module], dtype: torch.dtype) -> bool:
     """Return True if hidden states have another dtype than the weights."""
-    name = parts.family.widens
+    name = parts.family.layer.widens
     return bool(name) and dtype != torch.float32 and any(getattr(layer.layer, name) for layer in parts.layers)
 
 

@@ -220,7 +220,7 @@ class ProgramLayers:
             between, end = Residual(None, before_mlp), Residual(None, first)
             side = SidePlan(Residual(None, begin), attention, between, feed, out, end)
             attention = feed = None
-        multiplier = float(getattr(layer.layer, family.residual)) if family.residual else 1.0
+        multiplier = float(getattr(layer.layer, family.layer.residual)) if family.layer.residual else 1.0
         is_changed = layer.inputs is not None or layer.factor is not None
         return LayerPlan(
             side,
@@ -229,7 +229,7 @@ class ProgramLayers:
             factors.get("mixer_out", 1.0),
             Residual(after_attention, before_mlp if feed else next_norm, multiplier),
             feed,
-            family.is_parallel,
+            family.layer.is_parallel,
             Residual(after_mlp, None if is_changed else next_norm, multiplier),
             layer.inputs,
             Residual(_norm_of(layer.inputs.norm if layer.inputs else None, layer.epsilon, family), None),
@@ -241,14 +241,15 @@ class ProgramLayers:
         self, number: int, layer: LayerParts[Module], window: AttentionWindow, rotary: str | None
     ) -> AttentionPlan:
         family, attention = self._parts.family, cast(Any, layer.attention)
+        described = family.attention
         layout = HeadLayout(
             layer.heads * layer.groups,
             layer.heads,
             layer.width,
             layer.scale,
             window,
-            getattr(attention, family.softcap) if family.softcap else None,
-            attention.sinks if family.has_sinks else None,
+            getattr(attention, described.softcap) if described.softcap else None,
+            attention.sinks if described.has_sinks else None,
         )
         norms = [Norm.of(norm, layer.epsilon, family.norm) for norm in layer.head_norms]
         factors, modules = layer.factors(family), list[Any](layer.qkv)
@@ -265,7 +266,7 @@ class ProgramLayers:
             rotary,
             number if layer.kv_source is None else layer.kv_source,
             layer.kv_source is None,
-            family.gates_heads,
+            described.gates_heads,
             len(layer.qkv) == 2,
             layer.value_norm,
         )
