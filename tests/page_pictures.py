@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from tests.support.browser import ENTER, Page, browser
-from tests.support.server import ALWAYS_DRAFTS, RunningServer
+from tests.support.server import RunningServer
 
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
 QUESTION = "What is Nairobi known for? Answer in two sentences."
@@ -17,7 +17,7 @@ REWRITE = (
     "Rewrite in the past tense: I walk to the store, I buy two apples, and I give one of them to my sister. "
     "She thanks me, and we walk home together."
 )
-SERVED = ("smollm2", "--activations", "int8", *ALWAYS_DRAFTS)
+SERVED = ("smollm2", "--activations", "int8")
 WIDE, NARROW = (1000, 720), (390, 720)
 
 

@@ -105,7 +105,7 @@ def test_the_fault_of_an_item_is_named(server: RunningServer) -> None:
 
 def test_paths_and_methods(server: RunningServer) -> None:
     assert_refused(*server.ask("/v1/nothing"), 404)
-    assert_refused(*server.ask("/"), 404)
+    assert_refused(*server.ask("/nothing"), 404)
     assert_refused(*server.ask(CHAT), 405)
     assert "does not take GET: use POST" in server.ask(CHAT)[1]["error"]["message"]
     assert_refused(*server.ask("/v1/models", {}), 405)

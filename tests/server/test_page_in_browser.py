@@ -23,6 +23,7 @@ STEPS = (
 )
 TEXT = "She gave one of the apples away."
 IS_IDLE = "stopping === null"
+REAL_QUESTION = "What are the main differences between lists and tuples in Python?"
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +163,7 @@ def test_a_lost_connection(page: Page, server: ScriptedServer) -> None:
     ask(page)
     assert page.text(".answer .problem span") == "The connection was lost before the answer was complete."
     assert page.text(".content") == "She", "what has arrived stays"
+    assert page.run("document.querySelector('.again').hidden")
     server.answer = lambda body: STEPS
     ask(page, "And now?")
     assert [message["content"] for message in server.asked[-1]["messages"]] == ["And now?"]
@@ -321,16 +323,17 @@ def test_the_page_of_a_real_server(connection: Connection, tmp_path: Path) -> No
         assert page.text("#model") == MARKUP
         page.click("#compare")
         page.run("byId('temperature').value = '0'")
-        ask(page, "What are the main differences between lists and tuples in Python?")
+        ask(page, REAL_QUESTION)
         assert page.text(".verdict").startswith("Identical text.")
         assert page.run("document.querySelectorAll('.drafted').length") > 3
         plain = ".answer:last-child .figures"
         assert page.text(plain).startswith("1.00 tokens per step")
+        assert "limit of tokens reached" in page.text(plain), "the toy goes on until its context is full"
         page.click("#compare")
-        ask(page, "Tell me everything.", waits=False)
-        page.wait_for("document.querySelector('.turn:last-of-type .content').innerText.length > 20")
+        page.click("#new")
+        ask(page, REAL_QUESTION, waits=False)
+        page.wait_for("document.querySelector('.content')?.innerText.length > 20")
         server.process.kill()
         page.wait_for(IS_IDLE)
-        lost = "The connection was lost before the answer was complete."
-        assert page.text(".turn:last-of-type .problem span") == lost
+        assert page.text(".answer .problem span") == "The connection was lost before the answer was complete."
         assert not page.problems
