@@ -10,6 +10,7 @@ import pytest
 from hdtool.data.errors import PromptError
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import SamplingConfig
+from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.drafters.published.lookup_methods import PromptLookup
 from hdtool.runtime.integrations.server.preparation import Preparer
 from hdtool.runtime.integrations.server.requests import CompletionRequest
@@ -112,3 +113,22 @@ def test_the_prompt_chooses_the_drafter(loaded: Loaded, monkeypatch: pytest.Monk
     engine.submit([preparer.job(choice, "", nothing)])
     engine._start_next()
     assert delivered.get_nowait() == ("", [7, 8])
+
+
+def test_an_answer_without_drafts_takes_no_drafter_of_the_tenant(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding = DecodeConfig(method="ar")
+    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
+    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
+    preparer = Preparer(loaded, decoding, SamplingConfig())
+    body = CompletionRequest.of({"prompt": [7, 8], "hdtool": {"drafts": False}})
+    (choice,) = preparer.completion(body)
+    job = preparer.job(choice, "", nothing)
+    for name in ("take", "put"):
+        monkeypatch.setattr(tenants, name, nothing)
+    engine.submit([job])
+    engine._start_next()
+    assert type(engine._requests[job].drafter) is NoDraft
+    engine._finish(job)
+    assert not engine._drafters
