@@ -17,7 +17,7 @@ REWRITE = (
     "Rewrite in the past tense: I walk to the store, I buy two apples, and I give one of them to my sister. "
     "She thanks me, and we walk home together."
 )
-SERVED = ("smollm2", "--activations", "int8")
+SERVED = ("smollm2", "--activations", "int8", "--draft-tokens", "8")
 WIDE, NARROW = (1000, 720), (390, 720)
 
 

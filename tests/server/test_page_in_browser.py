@@ -56,7 +56,7 @@ def ask(page: Page, question: str = "Who gave what?", *, waits: bool = True) -> 
         page.wait_for(IS_IDLE)
 
 
-def color(page: Page, selector: str, name: str, pseudo: str = "") -> Any:
+def style(page: Page, selector: str, name: str, pseudo: str = "") -> Any:
     return page.run(f"getComputedStyle(document.querySelector({selector!r}), {pseudo!r})[{name!r}]")
 
 
@@ -72,6 +72,9 @@ def test_text_streams_in_the_colors_of_its_sources(page: Page, server: ScriptedS
     ask(page, waits=False)
     page.wait_for("document.querySelector('.content').innerText === 'She gave one of'")
     assert "2.00 tokens per step" in page.text(".figures") and page.text("#stop") == "Stop"
+    for still, name in ((False, "blink"), (True, "none")):
+        page.show_as(1000, 700, still=still)
+        assert style(page, ".content", "animationName", "::after") == name
     goes_on.set()
     page.wait_for(IS_IDLE)
     assert page.text(".content") == TEXT
@@ -94,9 +97,9 @@ def test_light_and_dark(page: Page) -> None:
     swatches = []
     for is_dark in (False, True):
         page.show_as(1000, 700, dark=is_dark)
-        swatches.append(color(page, ".legend li", "borderTopColor", "::before"))
+        swatches.append(style(page, ".legend li", "borderTopColor", "::before"))
         ink, paper = (
-            sum(map(int, color(page, "body", name)[4:-1].split(","))) for name in ("color", "backgroundColor")
+            sum(map(int, style(page, "body", name)[4:-1].split(","))) for name in ("color", "backgroundColor")
         )
         assert (ink > paper) == is_dark
     assert swatches == ["rgb(0, 136, 136)", "rgb(34, 255, 221)"], "the source's colors"
@@ -269,7 +272,7 @@ def test_the_policy_holds_in_the_browser(connection: Connection, server: Scripte
     assert page.run(blocked) == "TypeError"
     assert page.run("fetch('http://127.0.0.1:9/').then(() => '', error => error.name)") == "TypeError"
     page.run("document.body.append(Object.assign(document.createElement('style'), {textContent: 'body {color: red}'}))")
-    assert color(page, "body", "color") != "rgb(255, 0, 0)"
+    assert style(page, "body", "color") != "rgb(255, 0, 0)"
     assert any("style-src" in problem for problem in page.problems)
     assert any("connect-src" in problem for problem in page.problems)
 

@@ -30,7 +30,7 @@ FLAGS = (
 TIMEOUT_SECONDS = 60.0
 COMMANDS_FD, EVENTS_FD = 3, 4
 """File descriptors from which the browser reads commands, and to which it writes results and events."""
-ENTER, ESCAPE, TAB, SPACE = ("Enter", 13, "\r"), ("Escape", 27, ""), ("Tab", 9, ""), (" ", 32, " ")
+ENTER, ESCAPE, TAB = ("Enter", 13, "\r"), ("Escape", 27, ""), ("Tab", 9, "")
 SHIFT = 8
 
 
@@ -123,12 +123,13 @@ class Page:
     def scroll(self, x: int, y: int, by: int) -> None:
         self._call("Input.dispatchMouseEvent", type="mouseWheel", x=x, y=y, deltaX=0, deltaY=by)
 
-    def show_as(self, width: int, height: int, *, dark: bool = False, scale: float = 1) -> None:
-        """Set the size of the window, and whether the user prefers dark pages."""
-        size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+    def show_as(self, width: int, height: int, *, dark: bool = False, still: bool = False) -> None:
+        """Set the size of the window, and whether the user prefers dark pages and no motion."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._call("Emulation.setEmulatedMedia", features=[scheme])
+        motion = {"name": "prefers-reduced-motion", "value": "reduce" if still else "no-preference"}
+        self._call("Emulation.setEmulatedMedia", features=[scheme, motion])
 
     def picture(self) -> bytes:
         """Return a PNG of the window."""
