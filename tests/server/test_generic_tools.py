@@ -14,16 +14,19 @@ from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.data import demo
-from hdtool.data.chat import conversation_text, encode_text
+from hdtool.data.chat import conversation_text, encode_conversation, encode_text
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.generation.grammar import GrammarCompiler
+from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.integrations.server.call_grammar import array_of_calls, marked_calls
 from hdtool.runtime.integrations.server.formats import RequestError
 from hdtool.runtime.integrations.server.generic_tools import GenericTools, tool_prompt
+from hdtool.runtime.integrations.server.logit_processors import LogitBias
 from hdtool.runtime.integrations.server.preparation import Preparer
 from hdtool.runtime.integrations.server.requests import ChatRequest, template_messages
 from hdtool.runtime.target.load import load, load_tokenizer
+from tests.server.plain import plain_ids
 from tests.server.test_late_instructions import ALTERNATING, TURNS
 from tests.support.server import ALWAYS_DRAFTS, RunningServer
 
@@ -252,8 +255,20 @@ def test_a_call_matches_the_schema_of_its_tool(client: openai.OpenAI, stream: bo
 def test_a_model_stays_free_to_answer_in_text(client: openai.OpenAI, calling: Path) -> None:
     """By a bias against the first token of a call; the answer has the tokens of plain decoding."""
     loaded = load(ModelConfig(str(calling), threads=1))
-    first = encode_text(loaded.tokenizer, MARK, special=False)[0]
+    first, generic = encode_text(loaded.tokenizer, MARK, special=False)[0], GenericTools.of(loaded.tokenizer)
     messages = [{"role": "user", "content": "How is Rome?"}]
     text, calls, reason = asked(client, messages, max_tokens=24, logit_bias={str(first): -100})
-    assert text and not calls and reason == "length"
-    assert asked(client, messages, max_tokens=24, logit_bias={str(first): -100}, tool_choice="none")[1] == []
+    assert (calls, reason) == ([], "length") and generic
+    ids = encode_conversation(loaded.tokenizer, generic.conversation(messages, TOOLS))
+    assert text == text_of(loaded.tokenizer, plain_ids(loaded, ids, 24, first=[LogitBias({first: -100.0})]))
+
+
+def test_the_next_turn_is_read_from_the_cache(client: openai.OpenAI) -> None:
+    create: Any = client.chat.completions.create
+    given: Row = {"model": "demo", "max_tokens": 90, "temperature": 0.0, "tools": TOOLS, "tool_choice": "required"}
+    first = create(messages=HISTORY[:2], parallel_tool_calls=False, **given)
+    (call,) = first.choices[0].message.tool_calls
+    answered = [first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    second = create(messages=[*HISTORY[:2], *answered], **given)
+    read = first.usage.prompt_tokens + first.usage.completion_tokens
+    assert second.usage.prompt_tokens_details.cached_tokens >= read - 4, "the call, too"
