@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +167,7 @@ def play(server: RunningServer, options: argparse.Namespace, session: int, is_ov
     counts: Counter[str] = Counter()
     first = AGENTS[name] | {"model": options.model}
     body = first
-    for number in count():
-        if is_over():
-            return counts
+    for number in takewhile(lambda _: not is_over(), count()):
         if number % TURNS == 0:
             body = first
         is_free = number % 2 == 0
@@ -188,6 +186,7 @@ def play(server: RunningServer, options: argparse.Namespace, session: int, is_ov
         for call in calls:
             counts["valid arguments" if _is_valid(call, agent.schemas(body)) else "invalid arguments"] += 1
         body = body | {agent.history: [*body[agent.history], *agent.follow(text, calls)]}
+    return counts
 
 
 def _is_valid(call: Call, schemas: dict[str, Row]) -> bool:

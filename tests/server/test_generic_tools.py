@@ -206,7 +206,7 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(demo.MODEL, folder)
     ids = encode_text(load_tokenizer(ModelConfig()), MARK, special=False)
     settings = json.loads((folder / "generation_config.json").read_text())
-    settings["sequence_bias"] = [[ids[: length + 1], 50.0] for length in range(len(ids))]
+    settings["sequence_bias"] = [[ids[: length + 1], 200.0 if length else 50.0] for length in range(len(ids))]
     (folder / "generation_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -272,3 +272,30 @@ def test_the_next_turn_is_read_from_the_cache(client: openai.OpenAI) -> None:
     second = create(messages=[*HISTORY[:2], *answered], **given)
     read = first.usage.prompt_tokens + first.usage.completion_tokens
     assert second.usage.prompt_tokens_details.cached_tokens >= read - 4, "the call, too"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_client_of_anthropic_gets_blocks(server: RunningServer, stream: bool) -> None:
+    import anthropic
+
+    function = WEATHER["function"]
+    tools = [{"name": function["name"], "input_schema": function["parameters"]}]
+    used = {"type": "tool_use", "id": "a", "name": "weather", "input": {"unit": "C", "days": 1}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "sunny"}
+    turns = [
+        {"role": "user", "content": "How is Rome?"},
+        {"role": "assistant", "content": [used]},
+        {"role": "user", "content": [result]},
+    ]
+    given: Any = {"model": "demo", "max_tokens": 90, "tools": tools, "messages": turns}
+    given["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
+    url = server.url.removesuffix("/v1")
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        if stream:
+            with client.messages.stream(**given) as events:
+                answer: Any = events.get_final_message()
+        else:
+            answer = client.messages.create(**given)
+    (block,) = answer.content
+    assert (answer.stop_reason, block.type) == ("tool_use", "tool_use")
+    assert block.name == "weather" and Weather.model_validate(block.input)

@@ -36,8 +36,7 @@ When a function helps, answer with a call of it and nothing after it:
 {{{{"name": "...", "arguments": {{{{...}}}}}}}}
 {CALL_CLOSING}
 
-Several calls may follow each other. You then get their results, in order, between {RESULT_OPENING} and \
-{RESULT_CLOSING}. When no function helps, answer in words."""
+Several calls may follow each other. You then get their results, in order. When no function helps, answer in words."""
 
 
 class GenericTools:
