@@ -30,10 +30,10 @@ def colored(text: str, source: SourceId) -> str:
     return f"\033[{color}m{text}\033[0m" if text and color else text
 
 
-def legend(drafted: Iterable[SourceId]) -> str:
+def legend(sources: Iterable[SourceId]) -> str:
     """Return a line that names each source in its color."""
-    named = [colored(str(source), source) for source in drafted]
-    return f"drafted by: {', '.join(named)}; without colour: the model" if named else "nothing was drafted"
+    named = [colored(str(source), source) for source in sources]
+    return f"drafted by: {', '.join(named)}; without colour: the model" if named else "no drafted token was accepted"
 
 
 def print_stores(store_set: StoreSet) -> None:
@@ -116,6 +116,20 @@ def answer_summary(stats: Stats) -> str:
         f"{stats.steps} steps ({stats.tokens_per_step:.2f} tokens per step), a step {stats.verify_ms_per_step:.2f} ms "
         f"in the model and {stats.outside_us_per_step:.0f} µs around it{ending}"
         + "".join(f"\n{_source_summary(stats, source)}" for source in stats.sources)
+    )
+
+
+def gain_summary(stats: Stats, *, color: bool = False) -> str:
+    """Return a line with the tokens per step by source, beside the one token per step of plain decoding."""
+    shares = [
+        f"{stats.accepted[source] / stats.steps:.2f} by {colored(str(source), source) if color else source}"
+        for source in stats.that_helped
+    ]
+    if not shares:
+        return "gained: nothing, as no drafted token was accepted"
+    return (
+        f"gained: {stats.tokens_per_step:.2f} tokens per step instead of 1 ({', '.join(shares)}): "
+        f"{stats.steps:,} steps instead of {stats.tokens:,}"
     )
 
 

@@ -24,7 +24,7 @@ def chat(
     store_set: Annotated[StoresConfig, without("namespace")],
     sampling: SamplingConfig,
     stats: options.Stats = False,
-    color: options.Color = False,
+    show_drafts: options.ShowDrafts = False,
 ) -> None:
     """Hold a conversation with a language model.
 
@@ -46,7 +46,7 @@ def chat(
     print_stores(answerer.store_set)
     if stats:
         tell(passes_summary(answerer.loaded.target))
-    session = ChatSession(answerer, system, stats=stats, color=color)
+    session = ChatSession(answerer, system, stats=stats, color=show_drafts)
     tell(f"{loading.name}: /help lists the commands, Ctrl-D leaves")
     _converse(session, message_reader())
 

@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hdtool.cli.answer_output import answer_summary, colors_shown, legend, stream_answer
+from hdtool.cli.answer_output import answer_summary, colors_shown, gain_summary, legend, stream_answer
+from hdtool.cli.terminal import wrap_for_terminal
 from hdtool.data.conversation import message_turns
 from hdtool.data.errors import ContextError, PromptError, did_you_mean
 from hdtool.data.file_origins import json_object
@@ -145,7 +146,7 @@ class ChatSession:
         """Resolved paths that this session wrote or read, and may overwrite."""
         self._commands: dict[str, tuple[Callable[[str], None], str, str]] = {
             "help": (self._help, "", "list the commands"),
-            "stats": (self._show_stats, "", "figures of the last answer, and of all answers"),
+            "stats": (self._show_stats, "", "figures of the last answer and of all answers, and what drafts gained"),
             "color": (self._switch_color, "", "colour tokens by the source that drafted them, or stop it"),
             "system": (self._set_system, "[TEXT]", "set the system message, or remove it"),
             "temperature": (self._set_temperature, "NUMBER", "draw the next answers at this temperature; 0 is greedy"),
@@ -196,8 +197,8 @@ class ChatSession:
             raise PromptError(f"the conversation is full ({error.found}): {CONTEXT_ADVICE}") from None
         self.is_interrupted = answer.interrupted
         self._stats.append(answer.stats)
-        if self._colored and not self._explained.issuperset(drafted := answer.stats.that_drafted):
-            self._explained.update(drafted)
+        if self._colored and not self._explained.issuperset(helped := answer.stats.that_helped):
+            self._explained.update(helped)
             tell(legend(sorted(self._explained)))
         if answer.interrupted and not answer.text:
             return note("interrupted: the message is not part of the conversation")
@@ -219,13 +220,14 @@ class ChatSession:
         if not self._stats:
             raise PromptError("there are no figures yet: ask something first")
         last, every = self._stats[-1], Stats.total(self._stats)
-        print(f"{answer_summary(last)}\n  prompt tokens kept from the turn before: {last.cached_tokens:,}")
+        lines = [answer_summary(last), f"  prompt tokens kept from the turn before: {last.cached_tokens:,}"]
         if len(self._stats) > 1:
-            print(f"{len(self._stats)} answers: {answer_summary(every)}")
+            lines.append(f"{len(self._stats)} answers: {answer_summary(every)}")
+        print(wrap_for_terminal("\n".join([*lines, gain_summary(every, color=self._colored)])))
 
     def _switch_color(self, _: str) -> None:
         if not self._colored and not colors_shown():
-            return note("colours need a terminal or FORCE_COLOR")
+            return note("colours need a terminal or FORCE_COLOR, and no NO_COLOR")
         self._colored = not self._colored
         self._explained.clear()
         tell("colours on" if self._colored else "no colours")

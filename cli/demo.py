@@ -74,7 +74,7 @@ def demo(
     print(f"\n{output.total_figures(parts)}", flush=True)
     print(output.engine_figures(_engine_name(answerer), *engine_and_generate(answerer.loaded, loading, every[-1])))
     if color:
-        print(output.fitted(legend(reduce(add, parts).drafted.stats.that_drafted)))
+        print(output.fitted(legend(reduce(add, parts).drafted.stats.that_helped)))
     print(output.fitted(NEXT if loading.model else f"{TOY_NOTE}. {NEXT}"))
     return 0 if all(one.same for one in parts) else 1
 

@@ -97,7 +97,7 @@ def generate(
     tools: options.Tools = None,
     loading: Annotated[ModelConfig, without().as_argument()],
     stats: options.Stats = False,
-    color: options.Color = False,
+    show_drafts: options.ShowDrafts = False,
     as_json: options.Json = False,
 ) -> int:
     """Answer prompts with a language model.
@@ -136,9 +136,9 @@ def generate(
     print_stores(answerer.store_set)
     if stats:
         tell(passes_summary(answerer.loaded.target))
-    color = color and colors_shown()
+    color = show_drafts and colors_shown()
     started, tokens, interrupted = time.perf_counter(), 0, False
-    drafted: set[SourceId] = set()
+    helped: set[SourceId] = set()
     for number, answer in numbered(answerer.all_answers(questions)):
         if len(questions) > 1 and not as_json:
             tell(f"── {number}/{len(questions)} {answer.prompt.id}")
@@ -148,10 +148,10 @@ def generate(
         if stats or answer.interrupted:
             tell(answer_summary(answer.stats))
         tokens += answer.stats.tokens
-        drafted.update(answer.stats.that_drafted)
+        helped.update(answer.stats.that_helped)
         interrupted |= answer.interrupted
     if color and not as_json:
-        tell(legend(sorted(drafted)))
+        tell(legend(sorted(helped)))
     if stats and decoding.batch_size > 1:
         tell(batch_summary(tokens, time.perf_counter() - started, decoding.batch_size))
     return INTERRUPTED_EXIT if interrupted else 0

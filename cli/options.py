@@ -216,11 +216,12 @@ Stats = Annotated[
         "--stats",
     ),
 ]
-Color = Annotated[
+ShowDrafts = Annotated[
     bool,
     Option(
         Panel.OUTPUT,
-        "Colour tokens by source in a terminal. NO_COLOR and FORCE_COLOR are respected.",
+        "Colour drafted tokens by source in a terminal. NO_COLOR and FORCE_COLOR are respected.",
+        "--show-drafts",
         "--color",
         use=Use(no_effect=lambda given: given.get("as_json") and "with --json"),
     ),

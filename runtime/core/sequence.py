@@ -299,9 +299,9 @@ class Stats:
         return [source for source in active if source]
 
     @property
-    def that_drafted(self) -> list[SourceId]:
-        """Sources that drafted at least one node."""
-        return [source for source in self.sources if self.drafted[source]]
+    def that_helped(self) -> list[SourceId]:
+        """Sources that drafted at least one accepted token."""
+        return [source for source in self.sources if self.accepted[source]]
 
     def sources_json(self) -> dict[str, dict[str, float]]:
         """Return the statistics of each source for the JSON output; the keys are public and must not change."""

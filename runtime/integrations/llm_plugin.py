@@ -170,8 +170,9 @@ def _usage_details(stats: Stats) -> dict[str, Any]:
         "steps": stats.steps,
         "cached_tokens": stats.cached_tokens,
         "sources": {
-            str(source): {"drafted": int(stats.drafted[source]), "accepted": int(stats.accepted[source])}
-            for source in stats.that_drafted
+            name: {"drafted": counts["drafted"], "accepted": counts["accepted"]}
+            for name, counts in stats.sources_json().items()
+            if counts["drafted"]
         },
     }
     return {name: value for name, value in details.items() if value}

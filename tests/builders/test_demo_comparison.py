@@ -31,7 +31,7 @@ def test_no_round_learns_from_the_answer_of_an_earlier_one(side_by_side: SideByS
     once, again = (side_by_side.compare(prompt, rounds) for rounds in (1, 3))
     assert once.same == again.same == 1
     assert once.pieces == again.pieces and once.drafted.stats.steps == again.drafted.stats.steps
-    assert SourceId.HISTORY not in again.drafted.stats.that_drafted
+    assert not again.drafted.stats.drafted[SourceId.HISTORY]
     assert again.plain.stats.cached_tokens == again.drafted.stats.cached_tokens == 0
     assert again.plain.stats.steps == again.plain.tokens == again.drafted.tokens == 12
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -101,6 +102,21 @@ def test_stats_show_the_last_answer_and_all_and_what_was_kept(typed: Any) -> Non
     kept = [line for line in out.splitlines() if "kept" in line]
     assert len(kept) == 1 and int(kept[0].rpartition(" ")[2]) > 10
     assert "2 answers: 24 tokens in" in out
+
+
+def test_stats_show_what_drafts_gained_by_source(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    asked = ("What is a list?", "/retry", "/stats")
+    _, out, _ = typed(*asked, options=("--show-drafts", "--draft-tokens", "16"))
+    (whole,) = re.findall(r"^2 answers: (\d+) tokens in .* (\d+) steps", out, re.MULTILINE)
+    gained = re.search(
+        r"^gained: (.*) tokens per step instead of 1 \((.*)\): (\d+) steps instead of (\d+)$", out, re.MULTILINE
+    )
+    assert gained and gained.groups()[2:] == whole[::-1]
+    by_source = [float(share) for share in re.findall(r"([\d.]+) by \033\[", gained[2])]
+    assert sum(by_source) == pytest.approx(float(gained[1]) - 1, abs=0.03) and sum(by_source) > 0
+    _, out, _ = typed("What is a list?", "/stats", options=("--method", "ar"))
+    assert out.endswith("gained: nothing, as no drafted token was accepted\n")
 
 
 def test_a_saved_conversation_is_read_by_the_builder_and_goes_on_where_it_was(typed: Any, tmp_path: Path) -> None:

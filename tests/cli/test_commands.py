@@ -103,11 +103,11 @@ def test_each_token_has_the_colour_of_its_source(
     plain = capfd.readouterr()
     assert "drafting from" in plain.err and "stores" in plain.err
     assert plain.err.startswith("answering with the embedded toy model: hdtool generate MODEL")
-    assert run([*asked, "--color"]) == 0
+    assert run([*asked, "--show-drafts"]) == 0
     piped = capfd.readouterr()
     assert "\033[" not in piped.out + piped.err
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert run([*asked, "--color"]) == 0
+    assert run([*asked, "--show-drafts"]) == 0
     coloured = capfd.readouterr()
     assert "\033[" in coloured.out
     assert re.sub(COLOR, "", coloured.out) == plain.out
@@ -116,7 +116,7 @@ def test_each_token_has_the_colour_of_its_source(
     assert explained and shown <= {*re.findall(COLOR, explained[1])}
     assert {*re.sub(COLOR, "", explained[1]).split(", ")} <= {"context", "history", "model", "corpus"}
     monkeypatch.setenv("NO_COLOR", "1")
-    assert run([*asked, "--color"]) == 0
+    assert run([*asked, "--show-drafts"]) == 0
     assert "\033[" not in capfd.readouterr().out
 
 

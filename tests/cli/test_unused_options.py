@@ -127,7 +127,7 @@ def test_one_of_several_methods_is_enough() -> None:
             ["generate", "--prompt", "x", "--prediction", "y", "--draft-tokens", "0"],
             "effect with --draft-tokens 0: leave",
         ),
-        (["generate", "--prompt", "x", "--json", "--color"], "--color has no effect with --json"),
+        (["generate", "--prompt", "x", "--json", "--color"], "--show-drafts has no effect with --json"),
         (["build-corpus-db", "x", "--out", "y", "--namespace", "z"], "--namespace has no effect with --out"),
         (["build-corpus-db", "x", "--address", "a:1"], "--address has no effect without --engine ray"),
         (["inspect", "x", "--model", "y"], "--model has no effect without --after or --ngrams"),
