@@ -190,11 +190,11 @@ class RecordingEngine:
     def reads_in_pieces(self, length: int) -> bool:
         return False
 
-    def is_unchanged(self, *, goes_on: bool) -> bool:
-        return True
-
     def notice_changes(self) -> None:
         pass
+
+    def notice_silent_change(self, *, goes_on: bool) -> bool:
+        return False
 
     def allocate(self, slots: int = 1, capacity: int = 0) -> Cache:
         return Cache((), slots, capacity)

@@ -203,16 +203,16 @@ class Engine(Protocol[SomeCache]):
         """Return True if prefilling a prompt of this length in several passes gives the same result as one pass."""
         ...
 
-    def is_unchanged(self, *, goes_on: bool) -> bool:
-        """Return True if the model still computes what it did before, so cached states are still valid.
+    def notice_changes(self) -> None:
+        """Detect changes of the model; called before each prompt is prefilled."""
+        ...
+
+    def notice_silent_change(self, *, goes_on: bool) -> bool:
+        """Detect a change that ``notice_changes`` cannot, by computing again; return True if there is one.
 
         Called before the prompt of a recurrent model is prefilled, as recurrent states, unlike keys and values, cannot
         be compared during the prefill. ``goes_on`` is True if the prompt continues from cached states.
         """
-        ...
-
-    def notice_changes(self) -> None:
-        """Detect changes of the model; called before each prompt is prefilled."""
         ...
 
     def allocate(self, slots: int = 1, capacity: int = 0) -> SomeCache:

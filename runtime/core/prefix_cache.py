@@ -168,7 +168,7 @@ class PromptReader:
         self._keeps_states = self._reads_in_pieces and prefixes is not None and self._cache.keeps_states
         if prefixes and self._reads_in_pieces:
             found, is_in_place = self._find_prefix(prefixes)
-            if self._keeps_states and not self._engine.is_unchanged(goes_on=found is not None):
+            if self._keeps_states and self._engine.notice_silent_change(goes_on=found is not None):
                 found = None
         version = self._engine.changes
         if found and is_in_place:

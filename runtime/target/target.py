@@ -157,24 +157,24 @@ class Target(BackendEngine):
         return self._changes.count
 
     @torch.inference_mode()
-    def is_unchanged(self, *, goes_on: bool) -> bool:
-        """Return False if weights changed in a way that torch doesn't track, which invalidates all cached contexts.
+    def notice_silent_change(self, *, goes_on: bool) -> bool:
+        """Count a change of weights that torch doesn't track, which invalidates all cached contexts; return True then.
 
         Writing to a weight through ``.data`` leaves its version counter unchanged. The logits after a single token are
         therefore compared with those that the first call recorded. Later calls compare them only if ``goes_on`` says
-        that a prompt continues a cached context; otherwise they return True.
+        that a prompt continues a cached context; otherwise they return False.
 
         Comparing the cached keys and values of such a context is not enough, since recurrent states can't be compared.
         """
         if self.processes > 1 or (self._first_logits is not None and not goes_on):
-            return True
+            return False
         with self.log.unchanged():
             logits = self.stock_passes.read(some_context(1, self.config.vocab_size), self.allocate(1, 1).slots[0])
         before, self._first_logits = self._first_logits, logits.clone()
         if before is None or bool((distances(logits, before) <= tolerance_of(self.dtype)).all()):
-            return True
+            return False
         self._changes.count += 1
-        return False
+        return True
 
     def changing(self) -> AbstractContextManager[None]:
         """In this block, ignore changes to the model. Use this for hdtool's own changes, which don't affect answers."""
