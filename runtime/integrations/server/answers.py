@@ -12,8 +12,11 @@ from hdtool.data.errors import HdtoolError
 from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.generation.text_stream import BeforeStop, TextStream
 from hdtool.runtime.integrations.server.formats import (
+    LENGTH,
     OVERLOADED,
     SERVER,
+    STOP,
+    TOOL_CALLS,
     Delta,
     RequestError,
     Row,
@@ -34,9 +37,6 @@ from hdtool.runtime.target.load import Loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
 
 
 class ChoiceStream:

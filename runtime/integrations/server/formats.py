@@ -24,6 +24,8 @@ INVALID, AUTHENTICATION, OVERLOADED, SERVER = (
     "overloaded_error",
     "server_error",
 )
+STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
+"""Reasons why answers end; other APIs than OpenAI's completions translate them."""
 DISCONNECTED = 499
 """Status to log for a request whose client has disconnected, as nginx does."""
 

@@ -23,7 +23,10 @@ from hdtool.runtime.integrations.server.content import Part, Strict, name_result
 from hdtool.runtime.integrations.server.formats import (
     AUTHENTICATION,
     INVALID,
+    LENGTH,
     OVERLOADED,
+    STOP,
+    TOOL_CALLS,
     Delta,
     Format,
     RequestError,
@@ -33,7 +36,7 @@ from hdtool.runtime.integrations.server.instructions import PARAGRAPH
 from hdtool.runtime.integrations.server.requests import MAX_STOPS, Body, ChatRequest
 
 PATH = "/v1/messages"
-STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+STOP_REASONS = {LENGTH: "max_tokens", TOOL_CALLS: "tool_use"}
 ERROR_TYPES = {
     401: AUTHENTICATION,
     403: "permission_error",
@@ -319,7 +322,7 @@ def error_body(error: RequestError) -> Row:
 
 
 def _end(delta: Delta) -> Row:
-    if delta.finish == "stop" and delta.stop_text:
+    if delta.finish == STOP and delta.stop_text:
         return {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_text}
     return {"stop_reason": STOP_REASONS.get(delta.finish or "", "end_turn"), "stop_sequence": None}
 

@@ -29,7 +29,15 @@ from hdtool.runtime.integrations.server.content import (
     name_results,
     text_of_content,
 )
-from hdtool.runtime.integrations.server.formats import Delta, Format, RequestError, Row, TokenLogprobs, logprob_rows
+from hdtool.runtime.integrations.server.formats import (
+    LENGTH,
+    Delta,
+    Format,
+    RequestError,
+    Row,
+    TokenLogprobs,
+    logprob_rows,
+)
 from hdtool.runtime.integrations.server.instructions import PARAGRAPH
 from hdtool.runtime.integrations.server.requests import MAX_LOGPROBS, Body, ChatRequest
 from hdtool.runtime.integrations.server.response_tools import (
@@ -314,7 +322,7 @@ class ResponsesFormat(Format):
 
     @property
     def _status(self) -> str:
-        return INCOMPLETE if self._finish == "length" else COMPLETED
+        return INCOMPLETE if self._finish == LENGTH else COMPLETED
 
     def _response(self, status: str, output: Sequence[Row], usage: Row | None) -> Row:
         return {
