@@ -49,14 +49,14 @@ class Answer:
         self._generate = generate
         self._steps: deque[Step] = deque()
         """Steps whose text was not given out yet."""
-        self._seconds_before = dict(drafter.seconds)
+        self._add_seconds = self.stats.timing(drafter)
 
     def add(self, step: Step) -> None:
         self.output_ids += step.tokens
         self.stats.add(step)
         self._steps.append(step)
         if step.finish:
-            self.stats.add_seconds(self._seconds_before, self.drafter.seconds)
+            self._add_seconds()
 
     def __iter__(self) -> Iterator[str]:
         text, shown = TextStream(self._tokenizer), BeforeStop(self._stop)
@@ -85,7 +85,7 @@ class Answer:
     def interrupt(self) -> None:
         """Mark the answer as interrupted; the tokens generated so far remain."""
         if not self.stats.finish:
-            self.stats.add_seconds(self._seconds_before, self.drafter.seconds)
+            self._add_seconds()
         self.stats.finish = Finish.INTERRUPT
 
     @property

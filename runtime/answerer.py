@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,16 +22,13 @@ from hdtool.runtime.core.session import Session
 from hdtool.runtime.dialogues import Dialogue, Dialogues
 from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.methods import compile_ahead, drafters_for
-from hdtool.runtime.generation.grammar import guided_drafter, masks_of
+from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.generation.settings import refuse_settings
 from hdtool.runtime.kernels.compile_process import DRAFTER, is_compiling
-from hdtool.runtime.samplers import compiler_for, sampler_for
+from hdtool.runtime.samplers import compiler_for, plan_answer
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.tensor_parallel import check_decoding
 from hdtool.runtime.target.threads import choose_threads
-
-if TYPE_CHECKING:
-    from transformers import LogitsProcessor
 
 
 class Answerer:
@@ -76,10 +73,11 @@ class Answerer:
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise PromptError if a prompt cannot be answered; if several are given, the error says which."""
+        _ = self._drafters  # before any output, because making them may fail
         for prompt in prompts:
             try:
                 self._encode_checked(prompt, prompt.messages)
-                self._drafter_and_masks(self._drafters[0], prompt)
+                self._guide(prompt)
             except PromptError as error:
                 raise PromptError(f"prompt {prompt.id}: {error}" if len(prompts) > 1 else str(error)) from None
 
@@ -99,18 +97,15 @@ class Answerer:
         return Dialogues(session, prompts, drafters, self._request, self.loaded.tokenizer, stop).answers()
 
     def _request(self, dialogue: Dialogue, drafter: Drafter) -> Request[Dialogue]:
-        ids = self._encode_checked(dialogue.prompt, dialogue.messages)
-        drafter, masks = self._drafter_and_masks(drafter, dialogue.prompt)
-        max_new_tokens = self.decoding.max_new_tokens
-        sampler, stops = sampler_for(self.loaded, self.sampling, ids, max_new_tokens=max_new_tokens, first=masks)
+        prompt, decoding = dialogue.prompt, self.decoding
+        ids = self._encode_checked(prompt, dialogue.messages)
         prediction = self._prediction(dialogue) if drafter.predicts else []
-        return Request(dialogue, ids, sampler, drafter, stops, prediction, max_new_tokens)
+        plan = plan_answer(self.loaded, self.sampling, ids, decoding.max_new_tokens, self._guide(prompt))
+        request = plan.request(dialogue, drafter, prediction, draft_tokens=decoding.draft_tokens)
+        return replace(request, drafter=RankingRecorder(request.drafter, self._rankings)) if self._rankings else request
 
-    def _drafter_and_masks(self, drafter: Drafter, prompt: Prompt) -> tuple[Drafter, Sequence[LogitsProcessor]]:
-        """Return the drafter for an answer, and logits processors that mask tokens the prompt's grammar forbids."""
-        guide = self._grammars.guide(prompt.grammar) if prompt.grammar else None
-        drafter = guided_drafter(drafter, guide, self.decoding.draft_tokens)
-        return (RankingRecorder(drafter, self._rankings) if self._rankings else drafter), masks_of(guide)
+    def _guide(self, prompt: Prompt) -> Guide | None:
+        return self._grammars.guide(prompt.grammar) if prompt.grammar else None
 
     def _encode_checked(self, prompt: Prompt, messages: Sequence[Message]) -> list[int]:
         """Encode messages; raise PromptError if they leave no room for an answer."""

@@ -1,8 +1,9 @@
-"""Makes the samplers of a model's answers, with the processors and criteria that ``generate`` would use."""
+"""Plans a model's answers: their samplers, with the processors and criteria that ``generate`` would use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +19,10 @@ from transformers import (
 
 from hdtool.data.errors import HdtoolError, ModelError, error_reason
 from hdtool.runtime.config.model import SamplingConfig
+from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sampler import Criterion, Sampler
-from hdtool.runtime.core.sequence import room_for
-from hdtool.runtime.generation.grammar import GrammarCompiler
+from hdtool.runtime.core.sequence import Key, Request, room_for
+from hdtool.runtime.generation.grammar import GrammarCompiler, Guide, guided_drafter, masks_of
 from hdtool.runtime.generation.settings import NO_SETTINGS, refuse_settings
 from hdtool.runtime.generation.text_stream import BeforeStop, TextStream
 from hdtool.runtime.target.load import Loaded
@@ -41,6 +43,45 @@ NEUTRAL_SETTINGS: dict[str, Any] = {
     "output_hidden_states": False,
 }
 """Values that switch off drafting, caching and reporting in ``generate``; none of them changes the output."""
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """All that an answer needs but its drafter."""
+
+    prompt: Sequence[int]
+    sampler: Sampler
+    max_new_tokens: int
+    stops: frozenset[int] = frozenset()
+    guide: Guide | None = None
+    """State of the grammar that the answer must match, if there is one."""
+
+    def request(
+        self,
+        key: Key,
+        drafter: Drafter,
+        prediction: Sequence[int] = (),
+        *,
+        draft_tokens: int | None = None,
+        owner: str = "",
+    ) -> Request[Key]:
+        """Return the request for the answer; its trees follow the grammar and have at most ``draft_tokens`` nodes."""
+        guided = guided_drafter(drafter, self.guide, draft_tokens)
+        return Request(key, self.prompt, self.sampler, guided, self.stops, prediction, self.max_new_tokens, owner)
+
+
+def plan_answer(
+    loaded: Loaded,
+    config: SamplingConfig,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    guide: Guide | None = None,
+    processors: Sequence[LogitsProcessor] = (),
+) -> AnswerPlan:
+    """Plan an answer to a prompt; after the mask of the grammar, ``processors`` run before those of ``generate``."""
+    first = [*masks_of(guide), *processors]
+    sampler, stops = sampler_for(loaded, config, prompt, max_new_tokens=max_new_tokens, first=first)
+    return AnswerPlan(prompt, sampler, max_new_tokens, stops, guide)
 
 
 def sampler_for(

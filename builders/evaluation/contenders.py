@@ -23,13 +23,13 @@ from hdtool.runtime.config.decoding import HISTORY_LETTER, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish, Step, room_for
-from hdtool.runtime.core.session import decode
+from hdtool.runtime.core.session import decode_request
 from hdtool.runtime.drafters.methods import DrafterMaker
-from hdtool.runtime.generation.grammar import Guide, guided_drafter, masks_of
+from hdtool.runtime.generation.grammar import Guide, masks_of
 from hdtool.runtime.generation.settings import refuse_settings
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.model.transformers_internals import cache_in
-from hdtool.runtime.samplers import generate_options, sampler_for
+from hdtool.runtime.samplers import generate_options, plan_answer
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
@@ -86,11 +86,9 @@ class DraftingContender:
         return replace(self, drafter=self.new_drafter())
 
     def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> DecodedTurn:
-        drafter = guided_drafter(self.drafter, guide, self.draft_tokens)
-        decoding = answer_steps(
-            self.loaded, drafter, self.sampling, self.max_new_tokens, prompt, masks_of(guide), prediction
-        )
-        turn = timed_turn(self.loaded.target.device, drafter, decoding)
+        plan, target = plan_answer(self.loaded, self.sampling, prompt, self.max_new_tokens, guide), self.loaded.target
+        request = plan.request(None, self.drafter, prediction, draft_tokens=self.draft_tokens)
+        turn = timed_turn(target.device, request.drafter, decode_request(target, request, prefix_caching=False))
         return replace(turn, text=text_of(self.loaded.tokenizer, turn.output_ids))
 
 
@@ -100,26 +98,15 @@ def answer_steps(
     sampling: SamplingConfig,
     max_tokens: int,
     prompt: list[int],
-    masks: Sequence[LogitsProcessor] = (),
-    prediction: Sequence[int] = (),
     *,
     prefix_caching: bool = False,
 ) -> Iterator[Step]:
-    """Yield the steps of an answer of at most ``max_tokens`` tokens; ``masks`` enforce a grammar.
+    """Yield the steps of an answer of at most ``max_tokens`` tokens.
 
     With ``prefix_caching``, a contender would profit from prompts that another contender has prefilled.
     """
-    sampler, stops = sampler_for(loaded, sampling, prompt, max_new_tokens=max_tokens, first=masks)
-    return decode(
-        loaded.target,
-        prompt,
-        sampler,
-        max_new_tokens=max_tokens,
-        stops=stops,
-        drafter=drafter,
-        prediction=prediction,
-        prefix_caching=prefix_caching,
-    )
+    request = plan_answer(loaded, sampling, prompt, max_tokens).request(None, drafter)
+    return decode_request(loaded.target, request, prefix_caching=prefix_caching)
 
 
 class GenerateContender:

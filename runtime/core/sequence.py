@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -265,18 +265,23 @@ class Stats:
 
     def counted(self, steps: Iterable[Step], drafter: Drafter) -> Iterator[Step]:
         """Yield each step after adding it to the statistics; at the end, add the seconds that each source took."""
-        before = dict(drafter.seconds)
+        add_seconds = self.timing(drafter)
         try:
             for step in steps:
                 self.add(step)
                 yield step
         finally:
-            self.add_seconds(before, drafter.seconds)
+            add_seconds()
 
-    def add_seconds(self, before: Mapping[SourceId, float], after: Mapping[SourceId, float]) -> None:
-        """Add the seconds spent in each source between two readings of ``Drafter.seconds``."""
-        for source, seconds in after.items():
-            self.source_seconds[source] += seconds - before.get(source, 0.0)
+    def timing(self, drafter: Drafter) -> Callable[[], None]:
+        """Return a function that adds the seconds that a drafter has spent in each source since now."""
+        before = dict(drafter.seconds)
+
+        def add_seconds() -> None:
+            for source, seconds in drafter.seconds.items():
+                self.source_seconds[source] += seconds - before.get(source, 0.0)
+
+        return add_seconds
 
     @classmethod
     def total(cls, parts: Iterable[Stats]) -> Stats:

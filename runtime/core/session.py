@@ -276,8 +276,14 @@ def decode(
     never reads them. With ``prefix_caching``, the prefix that the prompt shares with the last conversation is not
     prefilled again.
     """
-    session = Session[None](engine, engine.cache, prefixes=PrefixCache() if prefix_caching else None)
-    session.submit(Request(None, prompt, sampler, drafter or NoDraft(), stops, prediction, max_new_tokens))
+    request = Request(None, prompt, sampler, drafter or NoDraft(), stops, prediction, max_new_tokens)
+    return decode_request(engine, request, prefix_caching=prefix_caching)
+
+
+def decode_request(engine: Engine[Any], request: Request[Key], *, prefix_caching: bool = True) -> Generator[Step]:
+    """Generate the answer to a request with a limit of its own, as ``decode`` does."""
+    session = Session[Key](engine, engine.cache, prefixes=PrefixCache() if prefix_caching else None)
+    session.submit(request)
     return (step for _, step in session.steps())
 
 

@@ -23,12 +23,12 @@ from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.draws import NOT_FINITE
 from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Finish, Request, Stats, Step
+from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.core.session import Session
 from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.engines.stock.stock_model import embedded_tokens
-from hdtool.runtime.generation.grammar import GrammarCompiler, GrammarProcessor, Guide, guided_drafter
+from hdtool.runtime.generation.grammar import GrammarCompiler, GrammarProcessor, Guide
 from hdtool.runtime.integrations.generate_request import GenerateRequest, Rollouts, UnsupportedCallError, predictions_of
 from hdtool.runtime.kernels.compile_process import DRAFTER, start_compiling
 from hdtool.runtime.model.families import refuse_by_configuration
@@ -40,7 +40,7 @@ from hdtool.runtime.model.transformers_internals import (
     processor_of_row,
     use_masked_attention,
 )
-from hdtool.runtime.samplers import meets
+from hdtool.runtime.samplers import AnswerPlan, meets
 from hdtool.runtime.stores.library import Library
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, ends_of
@@ -231,7 +231,8 @@ class Generator:
                     processors.insert(0, GrammarProcessor(guide))
                 sampler = _Recorder(request, processors, (first_seed + number) % 2**63, input_ids.device, criteria)
                 predicted = self._rollouts.prediction(request.prompt, predictions[number])
-                rows.append(_Row(request, sampler, predicted, guide))
+                plan = AnswerPlan(request.prompt, sampler, request.max_new_tokens, guide=guide)
+                rows.append(_Row(request, sampler, plan, predicted))
             for row, step in self._steps(model, rows):
                 row.output += step.tokens
                 if streamer is not None:
@@ -251,12 +252,12 @@ class Generator:
         drafters = self._drafters[len(rows)]
         cache = target.cache if len(rows) == 1 else target.allocate(len(rows))
         session = Session[_Row](target, cache, prefixes=PrefixCache() if self._prefix_caching else None)
-        started = []
+        additions = []
         for row, drafter in zip(rows, drafters, strict=True):
             if (row.prediction or self._rollouts) and not drafter.predicts:
                 raise OptionError(PREDICTION_ERROR)
-            request = row.to_request(guided_drafter(drafter, row.guide))
-            started.append((request, dict(request.drafter.seconds)))
+            request = row.plan.request(row, drafter, row.prediction)
+            additions.append(row.stats.timing(request.drafter))
             session.submit(request)
         self.stats = rows[0].stats
         try:
@@ -264,8 +265,8 @@ class Generator:
                 request.key.stats.add(step)
                 yield request.key, step
         finally:
-            for request, before in started:
-                request.key.stats.add_seconds(before, request.drafter.seconds)
+            for add_seconds in additions:
+                add_seconds()
             if len(rows) > 1:
                 self.stats = Stats.total(row.stats for row in rows)
         if any(row.stats.finish is Finish.CONTEXT for row in rows):
@@ -279,7 +280,9 @@ class Generator:
     def _guide(self, model: PreTrainedModel, grammar: Grammar) -> Guide:
         """Return the initial grammar state of an answer that must match ``grammar``."""
         if self._tokenizer is None:
-            raise OptionError("a grammar needs the model's tokenizer: make the Generator by Generator.drafting")
+            raise OptionError(
+                "a grammar needs the model's tokenizer: give the Generator tokenizer=… or make it by Generator.drafting"
+            )
         vocabulary = embedded_tokens(model)
         if self._compiler is None or self._compiler.vocabulary < vocabulary:
             ends = ends_of(model.generation_config.eos_token_id, self._tokenizer)
@@ -313,14 +316,10 @@ class _Row:
 
     request: GenerateRequest
     sampler: _Recorder
+    plan: AnswerPlan
     prediction: list[int]
-    guide: Guide | None
     output: list[int] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
-
-    def to_request(self, drafter: Drafter) -> Request[_Row]:
-        row = self.request
-        return Request(self, row.prompt, self.sampler, drafter, (), self.prediction, row.max_new_tokens)
 
 
 class _Recorder(Sampler):

@@ -18,17 +18,15 @@ from statistics import median
 
 import torch
 
-from hdtool.builders.evaluation.contenders import answer_steps
 from hdtool.builders.evaluation.experiment import Answering, DecodedTurn, timed_turn
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.core.sequence import Finish
-from hdtool.runtime.core.tree import LARGEST_TREE
-from hdtool.runtime.generation.grammar import guided_drafter, masks_of
+from hdtool.runtime.core.session import decode_request
 from hdtool.runtime.kernels.machine import machine
-from hdtool.runtime.samplers import compiler_for
+from hdtool.runtime.samplers import compiler_for, plan_answer
 from hdtool.runtime.target.load import Loaded, load
 from tests.benchmarks.laboratory import Outcome, Table, method_contender, parser_of, ratio_of, stores_of
 from tests.support.json_schemas import JSON_SCHEMAS
@@ -50,10 +48,10 @@ def answering(mode: str, loaded: Loaded, options: argparse.Namespace) -> Answeri
 
     def answer(question: Question) -> list[DecodedTurn]:
         grammar, prompt = question
-        guide = compiler.guide(grammar)
-        used = guided_drafter(drafter, guide, LARGEST_TREE) if mode == GUIDED else drafter
-        steps = answer_steps(loaded, used, sampling, options.max_new_tokens, prompt, masks_of(guide))
-        return [timed_turn(loaded.target.device, used, steps)]
+        plan = plan_answer(loaded, sampling, prompt, options.max_new_tokens, compiler.guide(grammar))
+        request = plan.request(None, drafter, draft_tokens=None if mode == GUIDED else 0)
+        steps = decode_request(loaded.target, request, prefix_caching=False)
+        return [timed_turn(loaded.target.device, request.drafter, steps)]
 
     return answer
 

@@ -414,7 +414,10 @@ def test_generate_of_transformers(embedded: Loaded) -> None:
     assert [int(scores.argmax()) for scores in recorded.scores] == output[0, asked:].tolist()
     assert all(bool(logits.isfinite().all()) for logits in recorded.logits)
     assert len(recorded.logits) == len(recorded.scores)
-    with pytest.raises(OptionError, match=r"Generator\.drafting"):
+    options["custom_generate"] = Generator(tokenizer=embedded.tokenizer)
+    plain = embedded.target.model.generate(**inputs, **options, grammar=Grammar.regex("[a-z]{4} [0-9]{2}"))
+    assert plain.tolist() == output.tolist()
+    with pytest.raises(OptionError, match=r"tokenizer=… or make it by Generator\.drafting"):
         options["custom_generate"] = Generator()
         embedded.target.model.generate(**inputs, **options, grammar=Grammar.regex("a"))
 

@@ -86,7 +86,7 @@ def answer(tokenizer: PreTrainedTokenizerBase, said: str, **prompt: Any) -> list
     """What the steps of an answer with this text add, a token each."""
     ids = encode_text(tokenizer, said, special=False)
     fields: dict[str, Any] = {"tools": NO_TOOLS, "rendered": PROMPT} | prompt
-    choice = PreparedChoice(PreparedPrompt([1], 99, **fields), cast(Any, None), (), (), None, None)
+    choice = PreparedChoice(PreparedPrompt([1], 99, **fields), cast(Any, None), (), None)
     reader = AnswerText(tokenizer, choice, frozenset())
     last = len(ids) - 1
     return [reader.add(_step([token], Finish.STOP if place == last else None)) for place, token in enumerate(ids)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from transformers import LogitsProcessor
 
 from hdtool.data.chat import (
     encode_answer,
@@ -18,9 +20,9 @@ from hdtool.data.prompts import Grammar, grammar_of, prediction_of, tools_of
 from hdtool.runtime.config.decoding import HIERARCHIES, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.sampler import Sampler, seed_of
+from hdtool.runtime.core.sampler import seed_of
 from hdtool.runtime.core.sequence import Request, Step, room_for
-from hdtool.runtime.generation.grammar import Guide, guided_drafter, masks_of
+from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.integrations.server.call_grammar import arguments_schema
 from hdtool.runtime.integrations.server.formats import RequestError, TokenLogprobs
@@ -41,7 +43,7 @@ from hdtool.runtime.integrations.server.requests import (
     template_messages,
 )
 from hdtool.runtime.integrations.server.scheduler import AnswerJob
-from hdtool.runtime.samplers import compiler_for, sampler_for
+from hdtool.runtime.samplers import AnswerPlan, compiler_for, plan_answer
 from hdtool.runtime.target.load import Loaded
 
 MAX_GRAMMAR_CHARACTERS = 65_536
@@ -75,10 +77,8 @@ class PreparedChoice:
     """One answer, ready to be generated."""
 
     prompt: PreparedPrompt
-    sampler: Sampler
-    stops: Container[int]
+    plan: AnswerPlan
     stop_texts: tuple[str, ...]
-    guide: Guide | None
     recorded: list[TokenLogprobs] | None
 
 
@@ -186,19 +186,12 @@ class Preparer:
         """Return the job that generates a choice; the engine calls ``deliver`` with each step, or with an error."""
 
         def request(job: AnswerJob, drafter: Drafter) -> Request[AnswerJob]:
-            drafter = guided_drafter(drafter, choice.guide, self._decoding.draft_tokens)
-            if choice.recorded is not None:
-                drafter = LogprobRecorder(drafter, choice.prompt.logprobs or 0, choice.recorded)
-            return Request(
-                job,
-                choice.prompt.tokens,
-                choice.sampler,
-                drafter,
-                choice.stops,
-                choice.prompt.prediction or choice.prompt.quotes,
-                choice.prompt.limit,
-                tenant,
-            )
+            prompt, draft_tokens = choice.prompt, self._decoding.draft_tokens
+            prediction = prompt.prediction or prompt.quotes
+            made = choice.plan.request(job, drafter, prediction, draft_tokens=draft_tokens, owner=tenant)
+            if choice.recorded is None:
+                return made
+            return replace(made, drafter=LogprobRecorder(made.drafter, prompt.logprobs or 0, choice.recorded))
 
         return AnswerJob(tenant, request, deliver, choice.prompt.tokens, choice.prompt.extension.drafts)
 
@@ -223,15 +216,17 @@ class Preparer:
         }
         set_here = {name: value for name, value in given.items() if value is not None}
         config = replace(self._defaults, seed=seed, stop=body.stops, **set_here)
-        guide = self._guide(prompt.grammar)
-        first = masks_of(guide)
+        processors: list[LogitsProcessor] = []
         if body.presence_penalty or body.frequency_penalty:
-            first.append(AnswerPenalty(len(prompt.tokens), body.presence_penalty or 0.0, body.frequency_penalty or 0.0))
+            processors.append(
+                AnswerPenalty(len(prompt.tokens), body.presence_penalty or 0.0, body.frequency_penalty or 0.0)
+            )
         if biases:
-            first.append(LogitBias(biases))
-        sampler, stops = sampler_for(self._loaded, config, prompt.tokens, max_new_tokens=prompt.limit, first=first)
+            processors.append(LogitBias(biases))
+        guide = self._guide(prompt.grammar)
+        plan = plan_answer(self._loaded, config, prompt.tokens, prompt.limit, guide, processors)
         recorded: list[TokenLogprobs] | None = [] if prompt.logprobs is not None else None
-        return PreparedChoice(prompt, sampler, stops, config.stop, guide, recorded)
+        return PreparedChoice(prompt, plan, config.stop, recorded)
 
     def _guide(self, grammar: Grammar | None) -> Guide | None:
         if grammar and len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
