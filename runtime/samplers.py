@@ -78,33 +78,28 @@ def plan_answer(
     guide: Guide | None = None,
     processors: Sequence[LogitsProcessor] = (),
 ) -> AnswerPlan:
-    """Plan an answer to a prompt; after the mask of the grammar, ``processors`` run before those of ``generate``."""
-    first = [*masks_of(guide), *processors]
-    sampler, stops = sampler_for(loaded, config, prompt, max_new_tokens=max_new_tokens, first=first)
-    return AnswerPlan(prompt, sampler, max_new_tokens, stops, guide)
+    """Plan an answer, with the processors and criteria that ``generate`` would use.
 
-
-def sampler_for(
-    loaded: Loaded,
-    config: SamplingConfig,
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
-    first: Sequence[LogitsProcessor] = (),
-) -> tuple[Sampler, frozenset[int]]:
-    """Return ``(sampler, stops)`` for one answer, with the processors and criteria that ``generate`` would use.
-
-    ``stops`` are the tokens that end any answer; the sampler ends this one where a stopping criterion or a stop string
-    does. Options that are None in ``config`` come from the model's generation settings, else from the defaults of
-    transformers. The processors in ``first`` run before those of ``generate``. Raise ModelError if the settings cannot
-    be used.
+    Options that are None in ``config`` come from the model's generation settings, else from the defaults of
+    transformers. The mask of the grammar and then ``processors`` run before those of ``generate``. Raise ModelError if
+    the settings cannot be used.
     """
     room, _ = room_for(loaded.target, prompt, max_new_tokens)
-    processors, criteria = _processors_and_criteria(loaded, config, prompt, room)
+    own, criteria = _processors_and_criteria(loaded, config, prompt, room)
     ends = [meets(criteria, loaded.target.model.device)] if criteria else []
     if config.stop:
         ends.append(_completes(config.stop, loaded.tokenizer))
-    return Sampler(config, prompt, processors=LogitsProcessorList([*first, *processors]), criteria=ends), loaded.stops
+    all_processors = LogitsProcessorList([*masks_of(guide), *processors, *own])
+    sampler = Sampler(config, prompt, processors=all_processors, criteria=ends)
+    return AnswerPlan(prompt, sampler, max_new_tokens, loaded.stops, guide)
+
+
+def sampler_for(
+    loaded: Loaded, config: SamplingConfig, prompt: Sequence[int], *, max_new_tokens: int
+) -> tuple[Sampler, frozenset[int]]:
+    """Return the sampler of one answer, and the tokens that end it; see ``plan_answer``."""
+    plan = plan_answer(loaded, config, prompt, max_new_tokens)
+    return plan.sampler, plan.stops
 
 
 def meets(

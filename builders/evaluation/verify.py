@@ -15,10 +15,10 @@ from hdtool.data.prompts import Grammar
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.generation.grammar import Guide, masks_of
+from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.model.placement import HIGHER_PRECISION, logits_after, logits_step_by_step, more_precise
 from hdtool.runtime.model.quantization import quantized_layers
-from hdtool.runtime.samplers import compiler_for, sampler_for
+from hdtool.runtime.samplers import compiler_for, plan_answer
 from hdtool.runtime.target.load import Loaded
 
 
@@ -181,13 +181,8 @@ class Verifier:
         guide = self._guide(difference.grammar)
         if guide:
             guide.follow(difference.shared_ids)
-        sampler, _ = sampler_for(
-            self._loaded,
-            self._sampling,
-            difference.prompt_ids,
-            max_new_tokens=self._max_new_tokens,
-            first=masks_of(guide),
-        )
+        prompt = difference.prompt_ids
+        sampler = plan_answer(self._loaded, self._sampling, prompt, self._max_new_tokens, guide).sampler
         sampler.context += difference.shared_ids
         rough, fine = (sampler.scores(logits.cpu()) for logits in (working, precise))
         chosen = sampler.chooser(precise.cpu()[None])(0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hdtool.builders.evaluation import contenders, verify
+from hdtool.builders.evaluation import contenders
 from hdtool.builders.evaluation.contenders import answer_steps, generate_ids
 from hdtool.builders.evaluation.verify import Check, Difference, Explanation, Oracle, Verifier
 from hdtool.data import demo
@@ -152,10 +152,7 @@ def test_plain_decoding_that_is_not_generates_is_found(small: Loaded, monkeypatc
     """A loop that ignores a setting of the model."""
     model: Any = small.target.model
     model.generation_config.suppress_tokens = [said(small)[5]]
-    for module in (contenders, verify):
-        monkeypatch.setattr(
-            module, "sampler_for", lambda _, config, prompt, **__: (Sampler(config, prompt), frozenset())
-        )
+    monkeypatch.setattr("hdtool.runtime.samplers._processors_and_criteria", lambda *_: ((), ()))
     check, (explanation,) = verified(small)
     assert check.equals(Oracle.PLAIN)
     assert not check.equals(Oracle.GENERATE)

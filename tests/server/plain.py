@@ -9,9 +9,10 @@ from transformers import LogitsProcessor
 
 from hdtool.data.chat import encode_conversation
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.session import decode
+from hdtool.runtime.core.drafter import NoDraft
+from hdtool.runtime.core.session import decode_request
 from hdtool.runtime.generation.text_stream import text_of
-from hdtool.runtime.samplers import sampler_for
+from hdtool.runtime.samplers import plan_answer
 from hdtool.runtime.target.load import Loaded
 
 
@@ -26,9 +27,8 @@ def plain_ids(
     **settings: Any,
 ) -> list[int]:
     config = SamplingConfig(temperature=temperature, seed=seed, **settings)
-    sampler, stops = sampler_for(loaded, config, ids, max_new_tokens=max_new_tokens, first=first)
-    steps = decode(loaded.target, ids, sampler, max_new_tokens=max_new_tokens, stops=stops, prefix_caching=False)
-    return [token for step in steps for token in step.tokens]
+    request = plan_answer(loaded, config, ids, max_new_tokens, processors=first).request(None, NoDraft())
+    return [token for step in decode_request(loaded.target, request, prefix_caching=False) for token in step.tokens]
 
 
 def plain_text(loaded: Loaded, question: str, max_new_tokens: int, **settings: Any) -> str:
