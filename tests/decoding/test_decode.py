@@ -45,6 +45,24 @@ def test_a_stop_token_ends_the_answer_even_inside_a_draft() -> None:
         assert [step.finish for step in steps] == [None] * (len(steps) - 1) + [Finish.STOP]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_criterion_sees_each_emitted_token_once_and_ends_the_answer(temperature: float) -> None:
+    prompt, sampling = prompt_of(12), SamplingConfig(temperature=temperature, seed=3)
+    plain = answer_of(TARGET, prompt, sampling)
+    for seed in range(8):
+        seen = list[int]()
+
+        def is_met(sampler: Sampler, token: int, seen: list[int] = seen) -> bool:
+            seen.append(token)
+            return sampler.context[len(prompt) :] == plain[:11]
+
+        sampler = Sampler(sampling, prompt, criteria=[is_met])
+        drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed)
+        steps = list(decode(TARGET, prompt, sampler, max_new_tokens=40, drafter=drafter))
+        assert output_tokens(steps) == seen == plain[:11]
+        assert [step.finish for step in steps] == [None] * (len(steps) - 1) + [Finish.STOP]
+
+
 def test_the_length_limit_holds_inside_a_draft() -> None:
     prompt = prompt_of(12)
     plain = answer_of(TARGET, prompt, SamplingConfig())
