@@ -7,12 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hdtool.data.errors import OptionError
@@ -217,9 +224,9 @@ class Generator:
             raise UnsupportedCallError(STREAMER_ERROR)
         first_seed, predictions = self._seed_for(requests[0], seed), predictions_of(prediction, len(requests))
         # The loop itself limits the length, to tell an answer that reached the limit from one that stopped.
-        criteria = StoppingCriteriaList(
-            criterion for criterion in stopping_criteria if type(criterion) is not MaxLengthCriteria
-        )
+        applied_by_loop = (MaxLengthCriteria, EosTokenCriteria)
+        criteria = StoppingCriteriaList(each for each in stopping_criteria if type(each) not in applied_by_loop)
+        ends = [each.eos_token_id.tolist() for each in stopping_criteria if type(each) is EosTokenCriteria]
         if stop_strings:
             criteria.append(self._stop_criterion(stop_strings))
         with self._calls.held(), _prepared(model):
@@ -231,7 +238,7 @@ class Generator:
                     processors.insert(0, GrammarProcessor(guide))
                 sampler = _Recorder(request, processors, (first_seed + number) % 2**63, input_ids.device, criteria)
                 predicted = self._rollouts.prediction(request.prompt, predictions[number])
-                plan = AnswerPlan(request.prompt, sampler, request.max_new_tokens, guide=guide)
+                plan = AnswerPlan(request.prompt, sampler, request.max_new_tokens, frozenset(chain(*ends)), guide)
                 rows.append(_Row(request, sampler, plan, predicted))
             for row, step in self._steps(model, rows):
                 row.output += step.tokens
