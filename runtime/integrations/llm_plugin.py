@@ -22,7 +22,7 @@ from llm.parts import TextPart
 from pydantic import Field, create_model
 
 from hdtool.data import demo
-from hdtool.data.errors import HdtoolError
+from hdtool.data.errors import HdtoolError, PromptError
 from hdtool.data.prompts import Grammar, Message, Prompt
 from hdtool.runtime.config.decoding import METHODS, DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
@@ -160,6 +160,8 @@ def _conversation(prompt: Any) -> Prompt:
         for message in prompt.messages
         if (text := "".join(part.text for part in message.parts if isinstance(part, TextPart)))
     ]
+    if not messages:
+        raise PromptError("there is nothing to answer: give a prompt")
     return Prompt(tuple(messages), grammar=Grammar.json_schema(prompt.schema) if prompt.schema else None)
 
 

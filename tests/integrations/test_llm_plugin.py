@@ -98,15 +98,16 @@ def test_other_drafting_settings_load_the_model_again(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("question", "options", "said"),
     [
-        ({"temperature": -1.0}, "--temperature must be 0 (greedy) or more, got -1.0"),
-        ({"model_db": "nowhere"}, "nowhere holds no store: build one, or name the folder of one"),
+        ("", {}, "there is nothing to answer: give a prompt"),
+        (QUESTION, {"temperature": -1.0}, "--temperature must be 0 (greedy) or more, got -1.0"),
+        (QUESTION, {"model_db": "nowhere"}, "nowhere holds no store: build one, or name the folder of one"),
     ],
 )
-def test_an_error_is_one_line_for_the_user(model: Any, options: dict[str, Any], said: str) -> None:
+def test_an_error_is_one_line_for_the_user(model: Any, question: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(llm.ModelError) as caught:
-        model.prompt(QUESTION, **options).text()
+        model.prompt(question, **options).text()
     assert str(caught.value) == said
 
 
