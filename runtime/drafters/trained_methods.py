@@ -26,7 +26,7 @@ from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.engine_interface import Verified
-from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.heads.checkpoint import heads_for, methods_with_heads
 from hdtool.runtime.drafters.heads.modules import ParallelHeads
 from hdtool.runtime.drafters.heads.state import HeadsState, sequential_drafter
@@ -47,7 +47,7 @@ from hdtool.runtime.drafters.trained.checkpoints import (
 from hdtool.runtime.drafters.trained.dflash import dflash_drafter, load_dflash
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter, mtp_layers_of
-from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, best_paths
+from hdtool.runtime.drafters.trained.proposal import best_paths
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter, TrainedDrafter
 
 if TYPE_CHECKING:
@@ -65,14 +65,8 @@ class StandaloneDrafter(BudgetedDrafter):
         """With a ``static`` tree, every draft has that shape; by default, a draft has the most probable nodes."""
         super().__init__(budget)
         self.trained, self._static = trained, static
-        self._parents = np.zeros(LARGEST_TREE, np.int32)
-        self._ranks, self._rankings = np.zeros((2, LARGEST_TREE), np.int64)
-        self._path_probs = np.zeros(LARGEST_TREE)
         # Compile the search, or load it from the cache, before the first step.
-        self._best_paths(np.zeros((1, 1)), np.zeros((1, 1), np.int64), 1)
-
-    def _best_paths(self, probs: npt.NDArray[np.float64], after: npt.NDArray[np.int64], max_nodes: int) -> int:
-        return best_paths(probs, after, max_nodes, self._parents, self._ranks, self._rankings, self._path_probs)
+        best_paths(np.zeros((1, 1)), np.zeros((1, 1), np.int64), 1)
 
     @property
     def seconds(self) -> dict[SourceId, float]:
@@ -83,19 +77,18 @@ class StandaloneDrafter(BudgetedDrafter):
 
     def _grow(self, context: Sequence[int], max_nodes: int) -> tuple[DraftTree, Probs]:
         if not self.trained.begin_draft():
-            return DraftTree.bare(context[-1]), self._path_probs[:0]
+            return DraftTree.bare(context[-1]), np.empty(0)
         before = self.trained.seconds
         proposal = self.trained.propose(max_nodes)
         self.budget.set_draft_seconds(self.trained.seconds - before)
         if tree := self._static:
-            parents, ranks, rankings, probs = tree.parents, tree.ranks, tree.depths - 1, tree.gains
-            size = max_nodes
+            parents, ranks = tree.parents[:max_nodes], tree.ranks[:max_nodes]
+            rankings, probs = tree.depths[:max_nodes] - 1, tree.gains[:max_nodes]
         else:
-            assert len(proposal.tokens) <= MAX_RANKINGS
-            parents, ranks, rankings, probs = self._parents, self._ranks, self._rankings, self._path_probs
-            size = self._best_paths(proposal.probs, np.ascontiguousarray(proposal.after), max_nodes)
-        tokens = proposal.tokens[rankings[:size], ranks[:size]]
-        return DraftTree.of(context[-1], tokens, parents[:size], self.trained.source), probs[:size]
+            after = np.ascontiguousarray(proposal.after)
+            parents, ranks, rankings, probs = best_paths(proposal.probs, after, max_nodes)
+        tokens = proposal.tokens[rankings, ranks]
+        return DraftTree.of(context[-1], tokens, parents, self.trained.source), probs
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         super().observe(accepted, verified)

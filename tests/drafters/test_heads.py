@@ -289,10 +289,9 @@ def test_labels_outside_of_the_draft_vocabulary_are_never_found() -> None:
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 5), st.integers(1, 64))
 def test_the_most_probable_paths_are_found_in_order(seed: int, heads: int, best: int, most: int) -> None:
     probs = -np.sort(-np.random.default_rng(seed).random((heads, best)), axis=1)
-    parents, ranks, rankings, chances = np.zeros(64, np.int32), *np.zeros((2, 64), np.int64), np.zeros(64)
     after = np.ascontiguousarray(Proposal.in_parallel(np.zeros_like(probs, np.int64), probs).after)
-    size = best_paths(probs, after, most, parents, ranks, rankings, chances)
-    depths = rankings + 1
+    parents, ranks, rankings, chances = best_paths(probs, after, most)
+    size, depths = len(parents), rankings + 1
     every = sorted(
         (float(np.prod([probs[depth, rank] for depth, rank in enumerate(path)])) for depth in range(1, heads + 1)
          for path in product(range(best), repeat=depth)), reverse=True,

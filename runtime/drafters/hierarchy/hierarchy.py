@@ -230,22 +230,20 @@ class Hierarchy(Drafter, Uncopyable):
     def draft_many(self, drafters: Sequence[Hierarchy], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
         """Grow the trees of several ``Hierarchy`` drafters in one compiled call."""
         max_nodes = [drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)]
-        drafting = [index for index, wanted in enumerate(max_nodes) if wanted]
-        trees = [DraftTree.bare(context[-1]) for context in contexts]
-        if not drafting:
-            return trees
+        if not any(max_nodes):
+            return [DraftTree.bare(context[-1]) for context in contexts]
         grown, started = np.zeros(len(max_nodes), np.int64), time.perf_counter()
         grow_all(np.array([drafter.address for drafter in drafters]), np.array(max_nodes), grown)
-        seconds = (time.perf_counter() - started) / len(drafting)
-        budgets, probs = [], []
+        drafting = [index for index, wanted in enumerate(max_nodes) if wanted]
+        seconds, sizes = (time.perf_counter() - started) / len(drafting), [0] * len(drafters)
         for index in drafting:
-            drafter = drafters[index]
-            drafter._note_growing(seconds)
-            budgets.append(drafter.budget)
-            probs.append(drafter._calibrated[: grown[index]])
+            drafters[index]._note_growing(seconds)
+        budgets = [drafters[index].budget for index in drafting]
+        probs = [drafters[index]._calibrated[: grown[index]] for index in drafting]
         for index, size in zip(drafting, choose_all_nodes(budgets, probs), strict=True):
-            trees[index] = drafters[index]._verified_part(contexts[index], size)
-        return trees
+            sizes[index] = size
+        parts = zip(drafters, contexts, sizes, strict=True)
+        return [drafter._verified_part(context, size) for drafter, context, size in parts]
 
     def prepare(self, context: Sequence[int]) -> int:
         """Prepare the inputs for growing a tree; return how many nodes to grow, or 0 if this step should not draft."""
@@ -264,7 +262,7 @@ class Hierarchy(Drafter, Uncopyable):
         return max_nodes
 
     def _note_growing(self, seconds: float) -> None:
-        """Record the seconds spent on growing the tree."""
+        """Record the seconds spent on growing the tree, also for the budget."""
         self._time.spend(seconds)
         if self._timed[0]:
             self._time.add_laps(self._laps)

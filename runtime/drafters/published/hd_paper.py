@@ -40,10 +40,6 @@ class SequenceTable:
         self._rows = np.empty((INITIAL_KEYS, per_key, SEQUENCE_LENGTH), np.int32)
         self._filled = np.empty(INITIAL_KEYS, np.int32)
 
-    @property
-    def nbytes(self) -> int:
-        return self._row_of.nbytes + self._rows.nbytes + self._filled.nbytes
-
     def clear(self) -> None:
         self._row_of.fill(-1)
         self._used = 0

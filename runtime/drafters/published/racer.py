@@ -70,12 +70,10 @@ class NgramTrie:
         start = max(0, known - NGRAM_LENGTH + 1)
         _add_all(self.memory[0], np.asarray(context[start:], np.int64))
 
-    def after(self, context: Sequence[int] | Ints, max_rows: int) -> tuple[Ints, Ints]:
-        """Return the most frequent continuations of a context's suffixes as ``(rows, lengths)``, one per row."""
+    def after(self, context: Sequence[int] | Ints, max_rows: int) -> Ints:
+        """Return the most frequent continuations of a context's suffixes, one per row, padded with ``NO_NODE``."""
         rows: Ints = np.full((max_rows, NGRAM_LENGTH), NO_NODE, np.int32)
-        lengths: Ints = np.zeros(max_rows, np.int64)
-        count = _after(self.memory[0], np.asarray(context[-NGRAM_LENGTH + 1 :], np.int64), rows, lengths)
-        return rows[:count], lengths[:count]
+        return rows[: _after(self.memory[0], np.asarray(context[-NGRAM_LENGTH + 1 :], np.int64), rows)]
 
 
 @compiled
@@ -176,8 +174,8 @@ def _enter(trie: Any, node: int) -> None:
 
 
 @compiled
-def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
-    """Write the most frequent continuations of all matches to ``rows`` and ``lengths``; return their number."""
+def _after(trie: Any, tail: Ints, rows: Ints) -> int:
+    """Write the most frequent continuations of all matches to ``rows``; return their number."""
     max_rows = len(rows)
     keys, counts = np.empty(max_rows, np.int64), np.empty(max_rows, np.int64)
     size = 0
@@ -192,8 +190,8 @@ def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
         _touch_path(trie, match)
         size = _collect(trie, match, keys, counts, size)
     for row in range(size):
-        lengths[row], node = keys[row] >> 32, keys[row] & 0xFFFFFFFF
-        for depth in range(lengths[row] - 1, -1, -1):
+        node = keys[row] & 0xFFFFFFFF
+        for depth in range((keys[row] >> 32) - 1, -1, -1):
             rows[row, depth] = trie.tokens[node]
             node = trie.parents[node]
     return size
@@ -257,7 +255,7 @@ class Racer(RecyclingDrafter):
             known = self._context.grown(context)
             self._ngrams.add(known, self._known)
             self._known = len(known)
-            rows, _ = self._ngrams.after(known, max_nodes)
+            rows = self._ngrams.after(known, max_nodes)
             self._trie.clear()
             self._trie.add(rows, SourceId.CONTEXT, wanted=len(rows))
         with self._timing(SourceId.RECYCLED):

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.engine_interface import Verified
-from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.published.budgeted import BudgetedDrafter
 from hdtool.runtime.drafters.published.suffix_automaton import (
     LAST_STATE,
@@ -53,14 +52,6 @@ class SuffixConfig(NamedTuple):
 DEFAULT_SUFFIX_CONFIG = SuffixConfig()
 
 
-class FoundTree(NamedTuple):
-    """Buffers for the nodes of a tree, most probable first."""
-
-    probs: npt.NDArray[np.float64]
-    keys: Ints
-    """Number of the parent, counted from 1, and edge to the node's state, packed; the root is parent 0."""
-
-
 class SuffixDecoding(BudgetedDrafter):
     """Drafts from the conversation and, unless ``remembers`` is False, from earlier answers."""
 
@@ -72,10 +63,9 @@ class SuffixDecoding(BudgetedDrafter):
         self._context, self._answers = SuffixAutomaton(), SuffixAutomaton()
         self._tail: list[int] = []
         """Last tokens of the context, to match with earlier answers."""
-        self._best, self._other = _no_nodes(), _no_nodes()
         # Compile the code, or load it from the cache, before the first step.
         advance(self._answers.arrays, START_STATE, 0, np.zeros(1, np.int64))
-        self._grow_from(self._context, (START_STATE, 0), 1, 0.0)
+        _best_tree(self._context.arrays, START_STATE, 0, 1, config, 0.0)
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._context.clear()
@@ -90,21 +80,16 @@ class SuffixDecoding(BudgetedDrafter):
             local = self._context.arrays
             # The whole context occurs only once; its link leads to the longest suffix that occurred before.
             state = max(START_STATE, int(local.links[local.sizes[LAST_STATE]]))
-            size, score = self._grow_from(self._context, (state, int(local.lengths[state])), max_nodes, 0.0)
-        source = SourceId.CONTEXT
+            score, probs, keys = _best_tree(local, state, int(local.lengths[state]), max_nodes, self._config, 0.0)
+        labels, source = local.labels, SourceId.CONTEXT
         if self._remembers:
             with self._timing(SourceId.HISTORY):
-                self._best, self._other = self._other, self._best
-                match = advance(self._answers.arrays, START_STATE, 0, np.array(self._tail, np.int64))
-                size_of_earlier, score_of_earlier = self._grow_from(self._answers, match, max_nodes, score)
-                if score_of_earlier > score:
-                    size, source = size_of_earlier, SourceId.HISTORY
-                else:
-                    self._best, self._other = self._other, self._best
-        probs, keys = self._best
-        labels = (self._context if source == SourceId.CONTEXT else self._answers).arrays.labels
-        tree = DraftTree.of(context[-1], labels[keys[:size] & EDGE_MASK], (keys[:size] >> EDGE_BITS) - 1, source)
-        return tree, probs[:size]
+                earlier = self._answers.arrays
+                state, matched = advance(earlier, START_STATE, 0, np.array(self._tail, np.int64))
+                best, *tree = _best_tree(earlier, state, matched, max_nodes, self._config, score)
+                if best > score:
+                    (probs, keys), labels, source = tree, earlier.labels, SourceId.HISTORY
+        return DraftTree.of(context[-1], labels[keys & EDGE_MASK], (keys >> EDGE_BITS) - 1, source), probs
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         super().observe(accepted, verified)
@@ -115,55 +100,36 @@ class SuffixDecoding(BudgetedDrafter):
                 self._answers.extend(accepted.tokens)
                 self._tail = (self._tail + accepted.tokens)[-MAX_MATCH_TOKENS:]
 
-    def _grow_from(
-        self, automaton: SuffixAutomaton, match: tuple[int, int], max_nodes: int, score: float
-    ) -> tuple[int, float]:
-        """Write the best tree to ``_best``; return its size and score, or 0 and ``score`` if none scores higher."""
-        config, state = self._config, match[0]
-        bounds = config.nodes_per_token, config.extra_nodes, config.min_prob
-        grown: tuple[int, float] = _best_tree(automaton.arrays, state, match[1], max_nodes, bounds, score, self._best)
-        return grown
-
-
-def _no_nodes() -> FoundTree:
-    return FoundTree(np.zeros(LARGEST_TREE), np.zeros(LARGEST_TREE, np.int64))
-
 
 @compiled
 def _best_tree(
-    automaton: Automaton,
-    state: Any,
-    matched: Any,
-    max_nodes: int,
-    bounds: tuple[float, float, float],
-    score: float,
-    found: FoundTree,
-) -> tuple[int, float]:
-    """Find the match whose tree has the highest score, and write this tree to ``found``.
+    automaton: Automaton, state: Any, matched: Any, max_nodes: int, config: SuffixConfig, score: float
+) -> tuple[float, Probs, Ints]:
+    """Return the highest score of a match, and its tree as ``_expand`` does.
 
-    Return its size and score, or 0 and ``score`` if no tree scores higher than ``score``.
+    Without a tree that scores higher than ``score``, return ``score`` and no nodes.
     """
-    size, best = 0, np.int64(START_STATE)
-    limit = 0
+    best_probs: Probs = np.empty(0)
+    best_keys: Ints = np.empty(0, np.int64)
     while state > START_STATE:
-        wanted = min(max_nodes, int(bounds[0] * min(matched, MAX_MATCH_TOKENS) + bounds[1]))
+        wanted = min(max_nodes, int(config.nodes_per_token * min(matched, MAX_MATCH_TOKENS) + config.extra_nodes))
         if wanted <= score:
             break  # no node adds more than 1, and shorter matches have fewer nodes
-        grown = _expand(automaton, state, wanted, bounds[2], found)
-        total = found.probs[:grown].sum()
-        if total > score:
-            score, best, limit = total, np.int64(state), wanted
+        probs, keys = _expand(automaton, state, wanted, config.min_prob)
+        if probs.sum() > score:
+            score, best_probs, best_keys = probs.sum(), probs, keys
         state = automaton.links[state]
         matched = automaton.lengths[state]
-    if best > START_STATE:
-        size = _expand(automaton, best, limit, bounds[2], found)
-    return size, score
+    return score, best_probs, best_keys
 
 
 @compiled
-def _expand(automaton: Automaton, state: Any, max_nodes: int, min_prob: float, found: FoundTree) -> int:
-    """Write the ``max_nodes`` most probable nodes below a state to ``found``; return their number."""
-    probs, keys = found
+def _expand(automaton: Automaton, state: Any, max_nodes: int, min_prob: float) -> tuple[Probs, Ints]:
+    """Return ``(probs, keys)`` of the ``max_nodes`` most probable nodes below a state, most probable first.
+
+    A key holds the number of the node's parent, from 1 on or 0 for the root, and the edge to the node's state.
+    """
+    probs, keys = np.empty(max_nodes), np.empty(max_nodes, np.int64)
     size = node = 0
     prob, at = 1.0, np.int64(state)
     while True:
@@ -174,9 +140,7 @@ def _expand(automaton: Automaton, state: Any, max_nodes: int, min_prob: float, f
             if chance >= min_prob:
                 size = insert_best(probs, keys, chance, node << EDGE_BITS | edge, node, size, max_nodes)
             edge = np.int64(automaton.nexts[edge])
-        if node == size:
-            return size
+        if node == size or node + 1 == max_nodes:
+            return probs[:size], keys[:size]
         prob, at = probs[node], np.int64(automaton.targets[keys[node] & EDGE_MASK])
         node += 1
-        if node == max_nodes:
-            return size

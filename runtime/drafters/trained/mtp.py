@@ -67,11 +67,6 @@ class LibraryMtp:
         """Each layer as a program; empty for layers that transformers' code computes."""
 
     @property
-    def module(self) -> torch.nn.Module:
-        """All MTP layers, with the parts that they share with the model."""
-        return cast(torch.nn.Module, self._layers)
-
-    @property
     def own(self) -> torch.nn.Module:
         """The MTP layers without shared parts."""
         return cast(torch.nn.Module, self._layers.layers)

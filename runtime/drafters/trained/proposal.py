@@ -60,15 +60,13 @@ class Proposal(NamedTuple):
 
 
 @compiled
-def best_paths(
-    probs: Array, after: Array, max_nodes: int, parents: Array, ranks: Array, rankings: Array, path_probs: Array
-) -> int:
-    """Write the most probable nodes of a proposal to the last four arguments, best first; return the number of nodes.
+def best_paths(probs: Array, after: Array, max_nodes: int) -> tuple[Array, Array, Array, Array]:
+    """Return ``(parents, ranks, rankings, path_probs)`` of the most probable nodes of a proposal, best first.
 
-    Each node is a token of the ranking that follows its parent: ``rankings`` gets the index of this ranking, ``ranks``
+    Each node is a token of the ranking that follows its parent: ``rankings`` holds the index of this ranking, ``ranks``
     the token's rank in it.
     """
-    keys = np.empty(max_nodes, np.int64)  # node before the token, ranking and rank, packed
+    keys, path_probs = np.empty(max_nodes, np.int64), np.empty(max_nodes)  # parent, ranking and rank, packed
     size = node = 0
     ranking, before = np.int64(0 if len(probs) else NO_RANKING_AFTER), 1.0
     while True:
@@ -76,14 +74,12 @@ def best_paths(
             if probs[ranking, rank] > 0:
                 key = node << 32 | ranking << 16 | rank
                 size = insert_best(path_probs, keys, before * probs[ranking, rank], key, node, size, max_nodes)
-        if node == size:
-            return node
-        key = keys[node]
-        parents[node], rankings[node], ranks[node] = (key >> 32) - 1, (key >> 16) & 0xFFFF, key & 0xFFFF
-        ranking, before = np.int64(after[rankings[node], ranks[node]]), path_probs[node]
+        if node == size or node + 1 == max_nodes:
+            break
+        ranking, before = np.int64(after[(keys[node] >> 16) & 0xFFFF, keys[node] & 0xFFFF]), path_probs[node]
         node += 1
-        if node == max_nodes:
-            return node
+    keys = keys[:size]
+    return (keys >> 32) - 1, keys & 0xFFFF, (keys >> 16) & 0xFFFF, path_probs[:size]
 
 
 PROB_BUCKETS = 28
