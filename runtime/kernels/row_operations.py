@@ -11,6 +11,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 from hdtool.runtime.kernels.compiled import array_at, compiled, generated
+from hdtool.runtime.kernels.matrix_formats import cases
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode
 
 
@@ -129,14 +130,6 @@ silu_of = elementwise(_silu)
 """Computes ``numbers = silu(numbers)``."""
 silu_in_place = elementwise(lambda code, gate, up: code.builder.fmul(_silu(code, gate), up), 2)
 """Computes ``gate = silu(gate) * up``."""
-gelu_of = elementwise(_tanh_gelu)
-"""Computes ``numbers = gelu(numbers)`` with tanh GELU."""
-gelu_in_place = elementwise(lambda code, gate, up: code.builder.fmul(_tanh_gelu(code, gate), up), 2)
-"""Computes ``gate = gelu(gate) * up`` with tanh GELU."""
-exact_gelu_of = elementwise(_exact_gelu)
-"""Computes ``numbers = gelu(numbers)`` with exact GELU."""
-exact_gelu_in_place = elementwise(lambda code, gate, up: code.builder.fmul(_exact_gelu(code, gate), up), 2)
-"""Computes ``gate = gelu(gate) * up`` with exact GELU."""
 multiply_by_sigmoid = elementwise(_times_sigmoid, 2)
 """Computes ``numbers *= sigmoid(gates)``."""
 
@@ -209,15 +202,6 @@ _divide = elementwise(lambda code, number, divisor: code.builder.fdiv(number, di
 _bound = elementwise(_bounded, factors=1)
 
 
-@compiled
-def square_positive(numbers_at: int, size: int) -> None:
-    """Square positive numbers in place and replace negative ones by 0."""
-    numbers = array_at(numbers_at, (size,), types.float32)
-    for index in range(size):
-        number = np.float32(0) if numbers[index] < 0 else numbers[index]
-        numbers[index] = number * number
-
-
 SILU, TANH_GELU, EXACT_GELU, SQUARED_RELU = range(4)
 ACTIVATIONS = {
     "silu": SILU,
@@ -229,21 +213,35 @@ ACTIVATIONS = {
 """Numbers of activations with compiled code."""
 
 
+def _squared_relu(code: FloatCode, number: Any) -> Any:
+    zero = code.number(0.0)
+    positive = code.builder.select(code.builder.fcmp_ordered("<", number, zero), zero, number)
+    return code.builder.fmul(positive, positive)
+
+
+ACTIVATED = {SILU: _silu, TANH_GELU: _tanh_gelu, EXACT_GELU: _exact_gelu, SQUARED_RELU: _squared_relu}
+
+
+@generated(*[types.int64] * 4)
+def _activate(builder: Any, activation: Any, gate: Any, up: Any, size: Any) -> None:
+    code = FloatCode(builder)
+    has_up = builder.zext(builder.icmp_signed("!=", up, INDEX(0)), up.type)
+    kinds = {2 * number + gated: (compute, gated) for number, compute in ACTIVATED.items() for gated in range(2)}
+    for _, (compute, is_gated) in cases(builder, builder.add(builder.mul(activation, INDEX(2)), has_up), kinds):
+
+        def apply(index: Any, _: list[Any], compute: Any = compute, is_gated: int = is_gated) -> list[Any]:
+            address = code.at(gate, index)
+            number = compute(code, code.read(address))
+            code.store(builder.fmul(number, code.read(code.at(up, index))) if is_gated else number, address)
+            return []
+
+        code.loop(size, [], apply)
+
+
 @compiled
 def activate(activation: int, gate: int, up: int, size: int) -> None:
     """Activate gates in place, and multiply them by the numbers at ``up`` unless this is 0."""
-    if up and activation == SILU:
-        silu_in_place(gate, up, size)
-    elif up and activation == TANH_GELU:
-        gelu_in_place(gate, up, size)
-    elif up:
-        exact_gelu_in_place(gate, up, size)
-    elif activation == SQUARED_RELU:
-        square_positive(gate, size)
-    elif activation == EXACT_GELU:
-        exact_gelu_of(gate, size)
-    else:
-        gelu_of(gate, size)
+    _activate(activation, gate, up, size)
 
 
 @compiled
