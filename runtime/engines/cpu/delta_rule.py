@@ -157,13 +157,13 @@ def delta_rows(mixer: Record, rows: int, kept: int, scratch: int) -> DeltaRows:
 
 
 @compiled
-def delta_kept_size(mixer: Record) -> int:
+def kept_size(mixer: Record) -> int:
     """Return how many float32 values are kept per row."""
     return delta_rows(mixer, 1, 0, 0).decays // ITEM_SIZE + mixer.heads * mixer.delta.decay_width  # type: ignore[no-any-return]
 
 
 @compiled
-def delta_scratch_size(mixer: Record) -> int:
+def scratch_size(mixer: Record) -> int:
     """Return how many float32 values of scratch memory are needed per row, with those of ``grouped_at``."""
     heads, values = mixer.heads, mixer.heads * mixer.value_width
     size = delta_rows(mixer, 1, 0, 0).mixed // ITEM_SIZE + values
@@ -264,7 +264,7 @@ def prepare_delta(pass_record: Record, mixer: Record, at: DeltaRows, row: int, w
 
 
 @compiled
-def delta_state_size(mixer: Record) -> int:
+def state_size(mixer: Record) -> int:
     """Return the size, in float32 values, of the state columns that are computed together."""
     return mixer.key_width * min(mixer.value_width, VECTORS * LANES)  # type: ignore[no-any-return]
 
@@ -287,7 +287,7 @@ def recur_delta(pass_record: Record, mixer: Record, at: DeltaRows, slot: int, he
     heads, new, decay_width = mixer.heads, pass_record.new, mixer.delta.decay_width
     key_head, origins = head // (heads // key_heads), origins_at(pass_record.origins, slot, new)
     state = mixer.state + (slot * mixer.state_stride + head * width * values) * ITEM_SIZE
-    size = delta_state_size(mixer) * ITEM_SIZE
+    size = state_size(mixer) * ITEM_SIZE
     column = 0
     while column < values:
         shape = _shape(mixer, column)

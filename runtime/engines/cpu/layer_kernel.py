@@ -256,9 +256,9 @@ def _compute(
 def _compute_gated(pass_record: Record, layer: Record, read: int, rows: int, gate: int, up: int, scratch: int) -> None:
     """Compute the inputs of the MLP's last matmul, from the rows at ``read``, and write them to ``gate``."""
     adapters = layer.adapters
-    multiply_adapted(pass_record, layer, layer.gate, adapters.gate, read, rows, scratch, gate)
+    multiply_adapted(pass_record, layer.gate, adapters.gate, read, rows, scratch, gate)
     if layer.up.kernels:
-        multiply_adapted(pass_record, layer, layer.up, adapters.up, read, rows, scratch, up)
+        multiply_adapted(pass_record, layer.up, adapters.up, read, rows, scratch, up)
     _compute(pass_record, layer, GATE, gate, up, 0, rows, rows * layer.gate.out_features)
 
 
@@ -280,11 +280,11 @@ def _attend_heads(
     query_size = rows * attention.heads * attention.groups * attention.width
     (queries, keys, values, attended), given = memory, (read, rows, scratch)
     projected = gated if pass_record.gates_heads else queries
-    multiply_adapted(pass_record, layer, attention.queries, adapters.queries, *given, projected)
+    multiply_adapted(pass_record, attention.queries, adapters.queries, *given, projected)
     if attention.keys.kernels:
-        multiply_adapted(pass_record, layer, attention.keys, adapters.keys, *given, keys)
+        multiply_adapted(pass_record, attention.keys, adapters.keys, *given, keys)
     if attention.values.kernels:
-        multiply_adapted(pass_record, layer, attention.values, adapters.values, *given, values)
+        multiply_adapted(pass_record, attention.values, adapters.values, *given, values)
     if pass_record.gates_heads:
         _compute(pass_record, layer, SPLIT, gated, queries, 0, rows, query_size)
     _compute(pass_record, layer, APPEND, queries, keys, values, rows, query_size)

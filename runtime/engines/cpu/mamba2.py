@@ -81,13 +81,13 @@ def scan_rows(mixer: Record, rows: int, kept: int, scratch: int) -> ScanRows:
 
 
 @compiled
-def scan_scratch_size(mixer: Record) -> int:
+def scratch_size(mixer: Record) -> int:
     """Return how many float32 values of scratch memory are needed per row."""
     return scan_rows(mixer, 1, 0, 0).mixed // ITEM_SIZE + mixer.heads * mixer.value_width  # type: ignore[no-any-return]
 
 
 @compiled
-def scan_kept_size(mixer: Record) -> int:
+def kept_size(mixer: Record) -> int:
     """Return how many float32 values are kept per row."""
     return scan_rows(mixer, 1, 0, 0).decays // ITEM_SIZE + mixer.heads  # type: ignore[no-any-return]
 
@@ -115,7 +115,7 @@ def prepare_scan(pass_record: Record, mixer: Record, at: ScanRows, row: int, win
 
 
 @compiled
-def scan_state_size(mixer: Record) -> int:
+def state_size(mixer: Record) -> int:
     """Return the size, in float32 values, of the state rows that are computed together."""
     return mixer.key_width * LANES  # type: ignore[no-any-return]
 
@@ -127,7 +127,7 @@ def recur_scan(pass_record: Record, mixer: Record, at: ScanRows, slot: int, head
     heads, new = mixer.heads, pass_record.new
     key_head, origins = head // (heads // key_heads), origins_at(pass_record.origins, slot, new)
     state = mixer.state + (slot * mixer.state_stride + head * height * width) * ITEM_SIZE
-    size = scan_state_size(mixer) * ITEM_SIZE
+    size = state_size(mixer) * ITEM_SIZE
     skip = array_at(mixer.scan.skip, (heads,), types.float32)[head]
     for first in range(0, height, LANES):
         before, last = state + first * width * ITEM_SIZE, -1

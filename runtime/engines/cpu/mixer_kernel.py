@@ -40,28 +40,15 @@ which may be only the last rows of the path. PATH: first of the listed rows.
 """
 
 
-@compiled
-def row_scratch_size(mixer: Record) -> int:
-    """Return how many float32 values of scratch memory a layer's mixer needs per row."""
+def sizes_of(mixer: Record) -> tuple[int, int, int]:
+    """Return how many float32 values a mixer needs as scratch memory per row, keeps per row, and has per state buffer.
+
+    What it keeps of a row is needed until the row is accepted or rejected. Only recurrences have state buffers.
+    """
     if mixer.kind == SHORT_CONVOLUTION:
-        return 4 * mixer.convolution.channels  # type: ignore[no-any-return]
-    return delta_rule.delta_scratch_size(mixer) if mixer.kind == DELTA_RULE else mamba2.scan_scratch_size(mixer)
-
-
-@compiled
-def kept_size(mixer: Record) -> int:
-    """Return how many float32 values a layer's mixer keeps per row until the row is accepted or rejected."""
-    if mixer.kind == SHORT_CONVOLUTION:
-        return mixer.convolution.channels  # type: ignore[no-any-return]
-    return delta_rule.delta_kept_size(mixer) if mixer.kind == DELTA_RULE else mamba2.scan_kept_size(mixer)
-
-
-@compiled
-def state_buffer_size(mixer: Record) -> int:
-    """Return how many float32 values a state buffer of a layer's mixer holds; 0 if the mixer has no recurrence."""
-    if mixer.kind == SHORT_CONVOLUTION:
-        return 0
-    return delta_rule.delta_state_size(mixer) if mixer.kind == DELTA_RULE else mamba2.scan_state_size(mixer)
+        return 4 * mixer.convolution.channels, mixer.convolution.channels, 0
+    recurrence = delta_rule if mixer.kind == DELTA_RULE else mamba2
+    return recurrence.scratch_size(mixer), recurrence.kept_size(mixer), recurrence.state_size(mixer)
 
 
 @compiled

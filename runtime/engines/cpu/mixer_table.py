@@ -10,7 +10,7 @@ import torch
 from hdtool.runtime.caches.states import CONV, RECURRENT, StateName, States
 from hdtool.runtime.engines.cpu import layer_record as layers
 from hdtool.runtime.engines.cpu.convolution import window_size
-from hdtool.runtime.engines.cpu.mixer_kernel import kept_size, mixer_function, row_scratch_size, state_buffer_size
+from hdtool.runtime.engines.cpu.mixer_kernel import mixer_function, sizes_of
 from hdtool.runtime.kernels.compiled import Record
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 from hdtool.runtime.program.mixer_parts import (
@@ -113,12 +113,11 @@ class MixerTable:
                 norm: Any = mixer.norm
                 row.norm, row.epsilon = norm.weight.data_ptr(), norm.variance_epsilon
         rows = [table[number].mixer for number in self._mixers]
-        kept = list(map(kept_size, rows))
+        scratch, kept, state = zip(*map(sizes_of, rows), strict=True)
         for row, earlier in zip(rows, accumulate(kept, initial=0), strict=False):
             row.journal_offset = earlier
         self.journal_size, self.max_journal_size = sum(kept), max(kept)
-        sizes = [(row_scratch_size(row), state_buffer_size(row), window_size(row.convolution)) for row in rows]
-        self._memory = list(map(max, zip(*sizes, strict=True)))
+        self._memory = [max(scratch), max(state), max(window_size(row.convolution) for row in rows)]
 
     def fill_states(self, table: Record, states: States, first: int = 0) -> None:
         """Fill in the addresses of ``states``; slot ``first`` of the pass uses the states of their first sequence."""

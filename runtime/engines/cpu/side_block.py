@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS, apply_norm, compute_step, multiply
+from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS, apply_norm, multiply
 from hdtool.runtime.kernels.compiled import Record, c_function, compiled, copy_floats, struct_at
 from hdtool.runtime.kernels.gemm import STEP
 from hdtool.runtime.kernels.row_operations import add_in_place
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
-JOIN, NORM_ATTENDED, ADD_HIDDEN, ADD_ADAPTED = range(4)
+JOIN, NORM_ATTENDED, ADD_HIDDEN = range(3)
 """Steps of a side block between its matmuls, for ``side_function``."""
 
 
@@ -30,23 +30,15 @@ def side_scratch_size(pass_record: Record, layer: Record) -> int:
 
 @compiled
 def multiply_adapted(
-    pass_record: Record,
-    layer: Record,
-    matmul: Record,
-    adapter: Record,
-    read: int,
-    rows: int,
-    scratch: int,
-    written: int,
+    pass_record: Record, matmul: Record, adapter: Record, read: int, rows: int, scratch: int, written: int
 ) -> None:
     """Call ``multiply`` and then add the output of the matmul's adapter, if it has one."""
     multiply(pass_record, matmul, read, rows, written)
     if adapter.first.kernels:
-        columns, added = matmul.out_features, scratch + rows * adapter.first.out_features * ITEM_SIZE
+        added = scratch + rows * adapter.first.out_features * ITEM_SIZE
         multiply(pass_record, adapter.first, read, rows, scratch)
         multiply(pass_record, adapter.second, scratch, rows, added)
-        function, work = pass_record.side_function, rows * columns
-        compute_step(pass_record, function, layer, ADD_ADAPTED, written, added, columns, rows, work)
+        add_in_place(written, added, rows * matmul.out_features, np.float32(1))
 
 
 @c_function(STEP)
@@ -76,11 +68,8 @@ def side_function() -> Any:
             apply_norm(pass_record, layer.side_norm, epsilon, two + 2 * at, rows, 2 * width, two + 2 * at)
         elif step == NORM_ATTENDED:
             apply_norm(pass_record, layer.norm_before_mlp, epsilon, one + at, rows, width, one + at)
-        elif step == ADD_HIDDEN:
+        else:
             add_in_place(one + at, two + at, rows * width, np.float32(1))
             apply_norm(pass_record, layer.norm_before_mixer, epsilon, one + at, rows, width, three + at)
-        else:
-            place = first * three * ITEM_SIZE
-            add_in_place(one + place, two + place, rows * three, np.float32(1))
 
     return compute_step
