@@ -87,7 +87,7 @@ def bench_shape(
     store_set = open_stores(loading, loaded.tokenizer, stores)
     contenders = {name: partial(_contender, name, loaded, store_set, decoding) for name in config.methods}
     totals: dict[str, Figures] = {}
-    with progress_bar(len(turns), "answers", quiet=quiet) as progress:
+    with progress_bar(len(turns), "answers") as progress:
         for totals in recorded_benchmark(contenders, turns):  # noqa: B007 - only the last totals are reported
             progress.advance()
     report = _shape_report(loaded, str(traces), len(turns), totals)
@@ -221,20 +221,20 @@ def bench_cost(
     from hdtool.builders.evaluation.random_models import estimated_passes
     from hdtool.runtime.budget.cost_curve import cost_file
 
-    quiet_libraries()
+    quiet_libraries(quiet=quiet)
     figures, drawing = out / COST_FILE, out / "cost.png"
     for file in (cost_file(figures), cost_plot_file(drawing)):
         file.check()
     if shape and config.bandwidth:
         curve = estimated_passes(shape, loading, config)
     else:
-        curve = _measured(shape, loading, config, quiet=quiet)
+        curve = _measured(shape, loading, config)
     curve.write(figures)
     draw_cost(curve, drawing)
     print(json.dumps(asdict(curve)) if as_json else cost_table(curve))
 
 
-def _measured(shape: str | None, loading: ModelConfig, config: CostConfig, *, quiet: bool) -> CostCurve:
+def _measured(shape: str | None, loading: ModelConfig, config: CostConfig) -> CostCurve:
     """Time forward passes and save the cost curve for later runs of the model."""
     from hdtool.builders.evaluation.random_models import load_shape
     from hdtool.builders.evaluation.timing import Stopwatch, Timings, doubt
@@ -246,7 +246,7 @@ def _measured(shape: str | None, loading: ModelConfig, config: CostConfig, *, qu
     choose_threads(loaded.target, loading.threads)
     lengths = context_lengths_for(loaded, config)
     check_saving(loaded.target)
-    with progress_bar(len(lengths), "contexts", quiet=quiet) as shown, Stopwatch(loaded.target.device) as watch:
+    with progress_bar(len(lengths), "contexts") as shown, Stopwatch(loaded.target.device) as watch:
         curve = measure_cost_curve(loaded, lengths, shown.to)
     if reason := doubt({"the passes": Timings.of([watch])}):
         note(reason)
@@ -328,14 +328,14 @@ def bench(
     measured: list[Results] = []
     for one in plans:
         threads = measured[0].run.surroundings["threads"] if measured else None
-        measured.append(one.results(threads, quiet=quiet))
+        measured.append(one.results(threads))
     for one in plans:
         tell(f"the results are in {one.bench.out}")
     results, *others = measured
     scores = scores_of(results, settings.baseline)
     print(json.dumps(bench_record(results, scores), ensure_ascii=False) if as_json else bench_table(results, scores))
     if report:
-        report_bench(report, plan, BenchMeasurements(results, settings.baseline, others), quiet=quiet)
+        report_bench(report, plan, BenchMeasurements(results, settings.baseline, others))
 
 
 def _sample(prompts: list[Prompt], settings: BenchConfig) -> tuple[list[Prompt], list[Prompt]]:

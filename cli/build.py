@@ -47,7 +47,6 @@ def build_model_db(
     """
     if not inputs and not rankings:
         raise OptionError("nothing to build from: give the model's answers with --from, or --rankings")
-    check = None if replace else refuse_replacing
     _build(
         MODEL_KIND,
         inputs or [],
@@ -55,7 +54,7 @@ def build_model_db(
         config,
         out,
         namespace,
-        check,
+        replace=replace,
         rankings=rankings,
         quiet=quiet,
         as_json=as_json,
@@ -77,8 +76,7 @@ def build_corpus_db(
 
     The index is a suffix array over the tokens of all inputs. Each turn of a conversation is a document.
     """
-    check = None if replace else refuse_replacing
-    _build(CORPUS_KIND, inputs, loading, config, out, namespace, check, quiet=quiet, as_json=as_json)
+    _build(CORPUS_KIND, inputs, loading, config, out, namespace, replace=replace, quiet=quiet, as_json=as_json)
 
 
 def _build(
@@ -88,8 +86,8 @@ def _build(
     config: BuildConfig,
     out: Path | None,
     namespace: str | None,
-    check: FolderCheck | None,
     *,
+    replace: bool,
     rankings: bool = False,
     quiet: bool,
     as_json: bool,
@@ -100,6 +98,7 @@ def _build(
     from hdtool.runtime.target.load import load_tokenizer
     from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
+    check = None if replace else refuse_replacing
     if out:  # reject an unusable --out before loading the tokenizer
         _check_folder(out, check)
     quiet_libraries(quiet=quiet)
@@ -115,14 +114,14 @@ def _build(
     settings: dict[str, Any] = {name: getattr(config, name) for name in BUILT_KINDS[kind].options}
     on_models = None
     if kind == MODEL_KIND:
-        ranked = rankings_for(loading, fingerprint, quiet=quiet) if rankings else None
+        ranked = rankings_for(loading, fingerprint) if rankings else None
         settings |= {"model": model, "rankings": ranked}
         command = shlex.join(
             ["hdtool", "build-model-db", "--model", "MODEL", *(word for name in inputs for word in ("--from", name))]
         )
         on_models = partial(note_on_models, config=loading, checkpoint=model, command="" if loading.model else command)
     with (
-        engine_for(config, quiet=quiet) as engine,
+        engine_for(config) as engine,
         open_documents(inputs, tokenizer, fingerprint, engine, kind, config.max_bad_fraction, on_models=on_models) as (
             sources,
             documents,
@@ -192,5 +191,5 @@ def train_heads(
 
     quiet_libraries(quiet=quiet)
     chosen = heads.plain if medusa else heads.resolved
-    for line in train(inputs, out, loading, chosen, config, chat=chat, hidden_states=hidden_states, quiet=quiet):
+    for line in train(inputs, out, loading, chosen, config, chat=chat, hidden_states=hidden_states):
         tell(line)

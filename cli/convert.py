@@ -36,15 +36,16 @@ def convert(
     from hdtool.cli.store_output import print_left_out
     from hdtool.data.conversation_files import ConversationReader, canonical_file, write_canonical
     from hdtool.data.input_files import find_inputs
-    from hdtool.data.progress import progress_bar
+    from hdtool.data.progress import progress_bar, show_bars
 
+    show_bars(not quiet)
     paths = find_inputs(inputs)
     if any(path.exists() and out.exists() and path.samefile(out) for path in paths):
         raise OptionError(f"--out {out} is one of the inputs: name another file")
     file = canonical_file(out)
     file.check()
     reader = ConversationReader(paths, tolerance=config.max_bad_fraction)
-    with progress_bar(reader.total_bytes, "reading", unit="B", quiet=quiet) as progress:
+    with progress_bar(reader.total_bytes, "reading", unit="B") as progress:
         written = write_canonical(reader, file, progress)
     print_left_out(reader.tally)
     counts = {**written.counts(), "left_out": reader.tally.bad}

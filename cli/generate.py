@@ -60,7 +60,7 @@ def collect(
     file.check(questions)
     answerer = Answerer(loading, decoding, sampling, chat, rankings=recording.rankings)
     answerer.check_prompts(questions)
-    with progress_bar(len(questions), "prompts", quiet=quiet) as progress:
+    with progress_bar(len(questions), "prompts") as progress:
         for answered in collected(answerer, questions, file):
             progress.to(answered)
     answers, tokens = file.counts()

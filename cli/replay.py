@@ -119,12 +119,12 @@ def replay(
     store_set = open_stores(loading, reader.tokenizer, stores)
     methods = _methods(config, store_set, [*recorded.traces, *before.traces])
     contenders = [ReplayMethod(name, config.decoding(name), curve) for name in methods]
-    conversations, earlier = recorded.turns(reader, quiet=quiet), before.turns(reader, quiet=True)
+    conversations, earlier = recorded.turns(reader), before.turns(reader)
     if not conversations:
         raise RecordError(
             f"no conversation of {', '.join(map(str, traces))} can be replayed: name others, or use --raw"
         )
-    results = replayed(contenders, conversations, store_set, workers=config.workers, warm=earlier, quiet=quiet)
+    results = replayed(contenders, conversations, store_set, workers=config.workers, warm=earlier)
     if steps:
         _write_steps(steps, results)
     shown = results, curve, [str(path) for path in warm or ()]
@@ -132,7 +132,7 @@ def replay(
     if report:
         study = Study(conversations, store_set, config.draft_tokens, config.workers, curve)
         page_of = partial(replay_page, study, *shown)
-        write_report(report, study, recorded.traces, reader.tokenizer, page_of, quiet=quiet)
+        write_report(report, study, recorded.traces, reader.tokenizer, page_of)
 
 
 class Recordings:
@@ -147,11 +147,11 @@ class Recordings:
         if lacking := len(read) - len(self.traces):
             tell(f"left out: {lacking} of {len(read)} conversations, which hold no answer")
 
-    def turns(self, reader: TurnReader, *, quiet: bool) -> list[list[RecordedTurn]]:
+    def turns(self, reader: TurnReader) -> list[list[RecordedTurn]]:
         """Return the turns of each conversation, and keep only the traces of these, which can be replayed."""
         from hdtool.cli.store_output import print_left_out
 
-        usable = list(reader.usable(with_progress(self.traces, "conversations", quiet=quiet), self._tally))
+        usable = list(reader.usable(with_progress(self.traces, "conversations"), self._tally)) if self.traces else []
         print_left_out(self._tally, self._max_bad_fraction)
         self.traces = [trace for trace, _ in usable]
         return [turns for _, turns in usable]

@@ -350,19 +350,17 @@ def write_report(
     traces: Sequence[Trace],
     tokenizer: PreTrainedTokenizerBase,
     page_of: Callable[[str, ReportData], Page],
-    *,
-    quiet: bool,
 ) -> None:
     """Run the replays in ``study``, and write the page that ``page_of(command_line, results)`` returns."""
     from hdtool.builders.evaluation.report.pages import write_page
     from hdtool.builders.evaluation.report.replayed_sources import report_data
 
-    data = report_data(study, traces, tokenizer, quiet=quiet)
+    data = report_data(study, traces, tokenizer)
     page = page_of(shlex.join(["hdtool", *sys.argv[1:]]), data)
     tell(f"report: {write_page(folder, page)}")
 
 
-def report_bench(folder: Path, plan: BenchPlan, measured: BenchMeasurements, *, quiet: bool) -> None:
+def report_bench(folder: Path, plan: BenchPlan, measured: BenchMeasurements) -> None:
     """Write a benchmark's report. The figure of the sources comes from replaying one method's measured answers."""
     from hdtool.builders.evaluation.recording import TurnReader, open_stores
     from hdtool.builders.evaluation.report.pages import bench_page
@@ -375,4 +373,4 @@ def report_bench(folder: Path, plan: BenchPlan, measured: BenchMeasurements, *, 
     store_set = open_stores(plan.model, reader.tokenizer, plan.store_set)
     study = Study([reader.turns(trace) for trace in traces], store_set, plan.decoding.draft_tokens)
     page_of = partial(bench_page, measured, study, replayed)
-    write_report(folder, study, traces, reader.tokenizer, page_of, quiet=quiet)
+    write_report(folder, study, traces, reader.tokenizer, page_of)

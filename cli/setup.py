@@ -70,7 +70,7 @@ def setup(
     from hdtool.runtime.weights.checkpoint_identity import name_in_words
 
     quiet_libraries(quiet=quiet)
-    plan = SetupPlan(log_files, corpus_files, named, settings, chat, replace=replaced, quiet=quiet)
+    plan = SetupPlan(log_files, corpus_files, named, settings, chat, replace=replaced)
     folder = WorkFolder(name_in_words(named.name), plan.identity, [str(path) for path in log_files])
     folder.load()
     stages = Stages(plan, folder)

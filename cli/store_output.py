@@ -156,16 +156,16 @@ def source_lines(rows: Sequence[dict[str, Any]], in_words: Callable[[dict[str, A
 
 
 @contextmanager
-def engine_for(config: BuildConfig, *, quiet: bool) -> Iterator[BuildEngine]:
+def engine_for(config: BuildConfig) -> Iterator[BuildEngine]:
     """Open the build engine that the settings select, and close it on exit."""
     if config.engine == "local":
         from hdtool.builders.stores.build_engine import BuildEngine
 
-        yield BuildEngine(config.workers, quiet=quiet)
+        yield BuildEngine(config.workers)
         return
     from hdtool.builders.stores.ray_engine import ray_engine
 
-    with ray_engine(config.address, config.workers, quiet=quiet) as engine:
+    with ray_engine(config.address, config.workers) as engine:
         yield engine
 
 
@@ -202,12 +202,12 @@ def open_documents(
         tell(note)
 
 
-def rankings_for(loading: ModelConfig, tokenizer: TokenizerFingerprint, *, quiet: bool) -> Ints:
+def rankings_for(loading: ModelConfig, tokenizer: TokenizerFingerprint) -> Ints:
     """Load the model, and return the tokens that it ranks highest after each token of its vocabulary."""
     from hdtool.builders.stores.build import vocabulary_rankings
     from hdtool.runtime.target.load import load
 
-    return vocabulary_rankings(load(loading), tokenizer.vocab_size, quiet=quiet)
+    return vocabulary_rankings(load(loading), tokenizer.vocab_size)
 
 
 def print_left_out(tally: Tally, tolerance: float = 1.0) -> None:

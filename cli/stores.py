@@ -202,11 +202,12 @@ def add(
     ranked = None
     if rankings:
         require_store(before, store, MODEL_KIND, mark)
-        ranked = rankings_for(loading, mark, quiet=quiet)
+        ranked = rankings_for(loading, mark)
     on_models = partial(note_on_models, config=loading, checkpoint=before.model) if before.model else None
-    with open_documents(
-        inputs or [], tokenizer, mark, BuildEngine(quiet=quiet), kind, tolerance, on_models=on_models
-    ) as (sources, documents):
+    with open_documents(inputs or [], tokenizer, mark, BuildEngine(), kind, tolerance, on_models=on_models) as (
+        sources,
+        documents,
+    ):
         manifest = rework.add(store, documents, sources, mark, kind, ranked)
     print_built(store, manifest, as_json=as_json)
 

@@ -73,21 +73,19 @@ def verify(
     drafter = drafter_for(decoding, loaded.target, store_set)
     verifier = Verifier(loaded, sampling, drafter, decoding.max_new_tokens, decoding.draft_tokens)
     print_stores(store_set)
-    checks = _run_checks(verifier, loaded, questions, chat, quiet)
+    checks = _run_checks(verifier, loaded, questions, chat)
     explained = verifier.explain([difference for check in checks for difference in check.differences])
     report = _report(loaded, decoding.method, verifier.oracles, checks, explained)
     print(json.dumps(report, ensure_ascii=False) if as_json else _report_in_words(report))
     return 0 if report["lossless"] else 1
 
 
-def _run_checks(
-    verifier: Verifier, loaded: Loaded, questions: list[Prompt], chat: bool | None, quiet: bool
-) -> list[Check]:
+def _run_checks(verifier: Verifier, loaded: Loaded, questions: list[Prompt], chat: bool | None) -> list[Check]:
     from hdtool.data.chat import encode_answer, encode_conversation
     from hdtool.data.progress import with_progress
 
     checks = []
-    for prompt in with_progress(questions, "prompts", quiet=quiet):
+    for prompt in with_progress(questions, "prompts"):
         try:
             ids = encode_conversation(loaded.tokenizer, prompt.messages, chat=chat, tools=prompt.tools)
             prediction = encode_answer(loaded.tokenizer, prompt.messages, prompt.prediction, chat=chat)

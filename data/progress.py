@@ -63,9 +63,9 @@ def progress_bar(
         yield ProgressBar(tqdm_bar)
 
 
-def with_progress(items: Sequence[T], what: str, *, quiet: bool = False, is_left: bool = True) -> Iterator[T]:
+def with_progress(items: Sequence[T], what: str, *, is_left: bool = True) -> Iterator[T]:
     """Iterate over items with a progress bar."""
-    with progress_bar(len(items), what, quiet=quiet, is_left=is_left) as progress:
+    with progress_bar(len(items), what, is_left=is_left) as progress:
         for item in items:
             yield item
             progress.advance()

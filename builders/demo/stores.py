@@ -46,7 +46,7 @@ def stores_of_real_model(loading: ModelConfig) -> StoresConfig:
         build_model_store(folder / "model", answered, fingerprint, [answers], top_k=SEQUENCES_PER_LENGTH, model=model)
     if not _is_current(folder / "corpus", fingerprint, texts):
         build_corpus_index(
-            folder / "corpus", _retokenized(corpus, tokenizer), fingerprint, [texts], engine=BuildEngine(1)
+            folder / "corpus", _retokenized(corpus, tokenizer), fingerprint, [texts], engine=BuildEngine(1, quiet=True)
         )
     return StoresConfig(model_db=str(folder / "model"), corpus_db=str(folder / "corpus"))
 

@@ -205,7 +205,7 @@ class BenchPlan:
             bench = replace(bench, methods=methods, llama_cpp_file=None)
         return replace(self, bench=bench, sampling=sampling)
 
-    def results(self, threads: int | None = None, *, quiet: bool = True) -> Results:
+    def results(self, threads: int | None = None) -> Results:
         """Measure the questions that have no result in the folder yet; return all results.
 
         Unless the plan or an interrupted run has a number of ``threads``, it is that of a run to compare with or, if
@@ -224,10 +224,10 @@ class BenchPlan:
             refuse_other_options(folder, before, options)
             threads = before.surroundings.get("threads")
         with locked_results(folder):
-            self._measure(folder, threads if self.bench.threads is None else self.bench.threads, quiet=quiet)
+            self._measure(folder, threads if self.bench.threads is None else self.bench.threads)
         return read_results(folder)
 
-    def _measure(self, folder: Path, threads: int | None, *, quiet: bool) -> None:
+    def _measure(self, folder: Path, threads: int | None) -> None:
         files = row_files(self.model, self.bench.llama_cpp_file)
         obstacles = {name: exclusion_reason(name, files, self.model, self.sampling) for name in LLAMA_CPP}
         for name in self.bench.methods or ():
@@ -275,7 +275,7 @@ class BenchPlan:
         warm_up = warm_up_questions(self.questions, self.spare, self.bench.warm_up, bench.fits)
         left = self.questions[results.answered :]
         turns = len(contenders) * (sum(map(turn_count, warm_up)) + self.bench.rounds * sum(map(turn_count, left)))
-        with progress_bar(turns, "answers", quiet=quiet) as progress:
+        with progress_bar(turns, "answers") as progress:
             bench.warm_up(warm_up, progress.advance)
             for answers in bench.answers(self.questions, results.answered, progress.advance):
                 results.add(answers)

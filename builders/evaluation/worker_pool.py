@@ -57,9 +57,8 @@ def replay(
     workers: int | None = None,
     warm: Sequence[RecordedConversation] = (),
     title: str = "replay",
-    quiet: bool = True,
 ) -> dict[str, ReplayResult]:
-    """Replay all conversations with every contender, with a progress bar of their turns unless ``quiet``.
+    """Replay all conversations with every contender, with a progress bar of their turns.
 
     ``warm`` conversations are replayed before every part and left out of the results. By default, ``workers`` is the
     number of cores if the replay has more than ``MIN_TOKENS_FOR_WORKERS`` tokens, else 1.
@@ -72,7 +71,7 @@ def replay(
         workers = (os.cpu_count() or 1) if tokens > MIN_TOKENS_FOR_WORKERS else 1
     processes = min(len(jobs), workers)
     turns = sum(len(job.turns) + len(job.warm) for job in jobs)
-    with progress_bar(turns, title, unit="turns", quiet=quiet) as progress:
+    with progress_bar(turns, title, unit="turns") as progress:
         if processes == 1:
             done = [job.play(store_set, progress.advance) for job in jobs]
         else:

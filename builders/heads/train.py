@@ -22,7 +22,7 @@ from hdtool.builders.heads.training_curve import curve_file, draw_training
 from hdtool.builders.heads.training_loop import Training, checkpoint_file
 from hdtool.data.errors import OptionError
 from hdtool.data.input_files import find_inputs
-from hdtool.data.progress import progress_bar
+from hdtool.data.progress import progress_bar, show_bars
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config.budgets import LARGEST_BUDGET
 from hdtool.runtime.config.building import HeadsConfig, TrainConfig
@@ -135,7 +135,6 @@ def train(
     *,
     chat: bool | None = None,
     hidden_states: Path | None = None,
-    quiet: bool = False,
 ) -> Iterator[str]:
     """Train heads and save them to ``out``, yielding messages to print.
 
@@ -149,9 +148,10 @@ def train(
     processes = process_group(on_cpu=model.device == "cpu" or not torch.cuda.is_available())
     if world_size() > 1 and model.device == "auto" and torch.cuda.is_available():
         model = replace(model, device=f"cuda:{torch.cuda.current_device()}")
-    quiet = quiet or processes.rank > 0
+    if processes.rank:
+        show_bars(False)
     target = Target(load_stock(model))
-    texts, left_out = _texts(inputs, model, target, config, chat, quiet)
+    texts, left_out = _texts(inputs, model, target, config, chat)
     yield from left_out if processes.rank == 0 else ()
     frozen = FrozenTarget(target)
     torch.manual_seed(config.seed)
@@ -170,7 +170,7 @@ def train(
         stored = HiddenStatesFile(hidden_states, frozen, texts, f"{settings['target']} {settings['texts']}")
         if not stored.is_written():
             yield f"{hidden_states}: hidden states of {stored.tokens:,} tokens, {stored.bytes / 1e9:.2f} GB"
-            _write(stored, quiet=quiet)
+            _write(stored)
     training = Training(made, frozen, batches, config, out, processes, stored)
     if processes.rank == 0:
         yield (
@@ -178,7 +178,7 @@ def train(
             f"texts ({batches.tokens:,} tokens) in {training.steps:,} steps"
         )
     seconds = time.monotonic()
-    with progress_bar(training.steps, "training", unit="steps", quiet=quiet) as progress:
+    with progress_bar(training.steps, "training", unit="steps") as progress:
         for done in training.run(settings):
             progress.show(training.summary())
             progress.to(done)
@@ -202,8 +202,8 @@ def train(
     yield f"{out}: heads for {model.name}, evaluated on {len(batches.validation):,} texts held out"
 
 
-def _write(stored: HiddenStatesFile, *, quiet: bool) -> None:
-    with progress_bar(stored.tokens, "hidden states", unit="tokens", quiet=quiet) as progress:
+def _write(stored: HiddenStatesFile) -> None:
+    with progress_bar(stored.tokens, "hidden states", unit="tokens") as progress:
         for done in stored.write():
             progress.to(done)
 
@@ -216,12 +216,12 @@ def _digest(texts: Sequence[Example]) -> str:
 
 
 def _texts(
-    inputs: Sequence[str], model: ModelConfig, target: Target, config: TrainConfig, chat: bool | None, quiet: bool
+    inputs: Sequence[str], model: ModelConfig, target: Target, config: TrainConfig, chat: bool | None
 ) -> tuple[list[Example], list[str]]:
     """Return the examples, and lines that tell the user about records that were left out."""
     reading = RecordReader(find_inputs(inputs), tolerance=config.max_bad_fraction)
     turns = TurnReader.of_model(model, chat)
     window = min(config.window, context_limit(target.config, config.window) or config.window)
-    with progress_bar(reading.total_bytes, "reading", unit="B", quiet=quiet) as progress:
+    with progress_bar(reading.total_bytes, "reading", unit="B") as progress:
         examples = read_examples(reading, turns, window, progress)
     return examples, reading.tally.left_out()

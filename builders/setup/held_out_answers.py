@@ -51,8 +51,6 @@ def answer_prompts(
     max_new_tokens: int,
     chat: bool | None,
     folder: Path | None = None,
-    *,
-    quiet: bool = True,
 ) -> dict[str, Any]:
     """Answer the first prompts that fit the context with every method; return speeds and counts of identical answers.
 
@@ -72,7 +70,7 @@ def answer_prompts(
         bench, contenders={name: contender for name, contender in contenders.items() if name != GENERATE_NAME}
     )
     answers: list[dict[str, AnsweredQuestion]] = []
-    with progress_bar(len(questions), "prompts", quiet=quiet) as progress:
+    with progress_bar(len(questions), "prompts") as progress:
         for answered in chain(
             bench.answers(questions[:MAX_GENERATE_PROMPTS]),
             without_generate.answers(questions, done=MAX_GENERATE_PROMPTS),

@@ -90,8 +90,6 @@ def replay_by_source(
     store_set: StoreSet,
     curve: CostCurve,
     overhead: Overhead,
-    *,
-    quiet: bool,
 ) -> dict[str, Any]:
     """Measure tokens per step as sources are added one by one, and predict tokens per second.
 
@@ -101,7 +99,7 @@ def replay_by_source(
     contenders = [_cold_method(letters[: index + 1], curve) for index in range(len(letters))]
     cold = contenders[-1].name
     contenders.append(ReplayMethod(SOURCE_NAMES[HISTORY_LETTER], DecodeConfig(sources=HISTORY_LETTER + letters), curve))
-    replayed = replay(contenders, conversations, store_set, quiet=quiet)
+    replayed = replay(contenders, conversations, store_set)
     predicted = overhead.predict(replayed[cold], curve)
     return {
         "tokens_per_step": {name: round(result.tokens_per_step, 3) for name, result in replayed.items()},
@@ -113,11 +111,11 @@ def replay_by_source(
 
 
 def replay_with_model_store(
-    conversations: Sequence[Sequence[RecordedTurn]], store_set: StoreSet, curve: CostCurve, *, quiet: bool
+    conversations: Sequence[Sequence[RecordedTurn]], store_set: StoreSet, curve: CostCurve
 ) -> float:
     """Return the tokens per step with only the conversation and the model store as sources."""
     contender = _cold_method("CM", curve)
-    replayed = replay([contender], conversations, store_set, quiet=quiet)
+    replayed = replay([contender], conversations, store_set)
     return round(replayed[contender.name].tokens_per_step, 3)
 
 

@@ -72,7 +72,6 @@ class SetupPlan:
     chat: bool | None = None
     replace: bool = False
     """True if stores that another command built may be replaced."""
-    quiet: bool = False
 
     @property
     def identity(self) -> list[str]:
@@ -265,7 +264,7 @@ class Stages:
         return openings
 
     def _logged(self, title: str) -> Iterator[LocatedConversation]:
-        with progress_bar(self._reader.total_bytes, title, unit="B", quiet=self._plan.quiet) as progress:
+        with progress_bar(self._reader.total_bytes, title, unit="B") as progress:
             for located in self._reader.conversations():
                 yield located
                 progress.to(self._reader.bytes_read)
@@ -296,7 +295,7 @@ class Stages:
         folder = self._stores.folders[MODEL]
         known = self._known_rankings()
         if known is None and self._plan.config.rankings:
-            known = vocabulary_rankings(self._loaded, self._fingerprint.vocab_size, quiet=self._plan.quiet)
+            known = vocabulary_rankings(self._loaded, self._fingerprint.vocab_size)
         # Name the source after the log, so that users can find and drop it.
         sources = [
             replace(source, name=part.log) for source, part in zip(reading.sources, self._folder.learned, strict=True)
@@ -326,10 +325,10 @@ class Stages:
             return _described(folder, manifest)
         manifest = build(
             folder,
-            tokenized(reading, self._tokenizer, quiet=self._plan.quiet),
+            tokenized(reading, self._tokenizer),
             self._fingerprint,
             sources,
-            engine=BuildEngine(quiet=self._plan.quiet),
+            engine=BuildEngine(),
             check=self._stores.replacement_check(kind),
         )
         tell(*reading.tally.left_out())
@@ -340,7 +339,7 @@ class Stages:
         lengths = context_lengths_for(self._loaded, CostConfig(longest=max(CostConfig.shortest, longest)))
         target = self._loaded.target
         with (
-            progress_bar(len(lengths), "contexts", quiet=self._plan.quiet) as progress,
+            progress_bar(len(lengths), "contexts") as progress,
             Stopwatch(target.device) as watch,
         ):
             curve = measure_cost_curve(self._loaded, lengths, progress.to)
@@ -358,7 +357,7 @@ class Stages:
         passes = self._folder.stages["passes"]
         overhead = Overhead(tuple(passes["lengths"]), tuple(passes["prefill_seconds"]), passes["host_seconds"])
         curve = CostCurve.read(self._folder.cost)
-        result = replay_by_source(self._held_out, self._store_set, curve, overhead, quiet=self._plan.quiet)
+        result = replay_by_source(self._held_out, self._store_set, curve, overhead)
         return {**result, "learning_curve": self._learning_curve(curve, result["tokens_per_step"]["model"])}
 
     def _learning_curve(self, curve: CostCurve, whole: float) -> list[Result]:
@@ -373,15 +372,15 @@ class Stages:
         try:
             manifest = build_model_store(
                 half_folder,
-                tokenized(reading, self._tokenizer, quiet=self._plan.quiet),
+                tokenized(reading, self._tokenizer),
                 self._fingerprint,
                 reading.sources,
-                engine=BuildEngine(quiet=self._plan.quiet),
+                engine=BuildEngine(),
                 model=self._checkpoint,
                 rankings=self._known_rankings(),
             )
             store_set = self._open(StoresConfig(model_db=str(half_folder), corpus_db=NO_STORE))
-            half = replay_with_model_store(self._held_out, store_set, curve, quiet=self._plan.quiet)
+            half = replay_with_model_store(self._held_out, store_set, curve)
         finally:
             self._folder.remove_half()
         return [
@@ -403,5 +402,4 @@ class Stages:
             config.max_new_tokens,
             self._plan.chat,
             place_of(self._plan.model, CONFIG_FILES),
-            quiet=self._plan.quiet,
         )

@@ -123,7 +123,7 @@ PROBABILITY_UNITS = 1_000_000
 """Probabilities are stored as integers, in millionths."""
 
 
-def vocabulary_rankings(loaded: Loaded, vocabulary: int, *, quiet: bool = True) -> Ints:
+def vocabulary_rankings(loaded: Loaded, vocabulary: int) -> Ints:
     """Return the model's top-k next tokens after each token of the vocabulary.
 
     The result has the shape ``[vocabulary, 2 * VOCABULARY_RANKING_TOKENS]``: each row holds the token ids, best first,
@@ -133,7 +133,7 @@ def vocabulary_rankings(loaded: Loaded, vocabulary: int, *, quiet: bool = True) 
     rows: Ints = np.full((vocabulary, 2 * VOCABULARY_RANKING_TOKENS), -1, np.int32)
     rows[:, VOCABULARY_RANKING_TOKENS:] = 0
     readable = min(vocabulary, target.vocabulary)
-    with progress_bar(vocabulary, "rankings", unit="tokens", quiet=quiet) as progress, torch.inference_mode():
+    with progress_bar(vocabulary, "rankings", unit="tokens") as progress, torch.inference_mode():
         for start in range(0, readable, RANKING_BATCH):
             ids = torch.arange(start, min(readable, start + RANKING_BATCH), device=target.device)[:, None]
             if begin is not None:
@@ -177,7 +177,7 @@ def build_corpus_index(
         text, suffixes, heads, prefixes = map(build.path, ("documents", "suffixes", "heads", "signposts"))
         files = ShardFiles(text, suffixes, heads, prefixes, width, end)
         files.create()
-        (engine or BuildEngine()).sort(files, shards)
+        (engine or BuildEngine(quiet=True)).sort(files, shards)
         np.array(shards, np.int64).tofile(build.path("shards"))
         tokens = sum(shard.suffixes for shard in shards)
         counts = {"tokens": tokens, "documents": file.documents, "shards": len(shards)}
@@ -239,7 +239,7 @@ def build_model_store(
         kind = token_type(end)
         # np.memmap rejects an empty file.
         tokens = np.asarray(np.memmap(text, kind, "r")) if file.size else np.empty(0, kind)
-        mined = (engine or BuildEngine()).mine(CountedDocuments(tokens, end), top_k, per_key)
+        mined = (engine or BuildEngine(quiet=True)).mine(CountedDocuments(tokens, end), top_k, per_key)
         ngrams = len(NGRAM_KINDS) * min(top_k, len(tokens))
         with writing(build.path(RECORD_PART), end, tokens.nbytes, file.documents + ngrams) as record:
             record.put_documents(stored_documents(tokens, end))

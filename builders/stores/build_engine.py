@@ -161,7 +161,7 @@ class BuildEngine:
     Neither the order of the tasks nor the machines that run them affect the resulting store.
     """
 
-    def __init__(self, workers: int | None = None, *, quiet: bool = True) -> None:
+    def __init__(self, workers: int | None = None, *, quiet: bool = False) -> None:
         self._workers = workers or os.cpu_count() or 1
         self._quiet = quiet
 
@@ -170,7 +170,7 @@ class BuildEngine:
 
     def documents(self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
         """Yield the tokenized texts of all inputs, in input order."""
-        return tokenized(reading, tokenizer, quiet=self._quiet)
+        return tokenized(reading, tokenizer)
 
     def sort(self, files: ShardFiles, shards: Sequence[ShardExtent]) -> None:
         """Sort every shard and write its arrays to ``files``."""

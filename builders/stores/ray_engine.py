@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def ray_engine(address: str | None, workers: int | None, *, quiet: bool) -> Iterator[RayBuildEngine]:
+def ray_engine(address: str | None, workers: int | None) -> Iterator[RayBuildEngine]:
     """Yield an engine on the cluster at ``address``, or on ``workers`` cores of this machine; shut Ray down on exit."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
@@ -77,7 +77,7 @@ def ray_engine(address: str | None, workers: int | None, *, quiet: bool) -> Iter
         except Exception as error:  # ConnectionError, RuntimeError, ValueError and Ray's own errors
             raise _connection_error(address, error, output) from None
     try:
-        yield RayBuildEngine(ray, workers, quiet=quiet)
+        yield RayBuildEngine(ray, workers)
     finally:
         ray.shutdown()
 
@@ -172,8 +172,8 @@ Item = TypeVar("Item")
 class RayBuildEngine(BuildEngine):
     """Runs builds on a Ray cluster."""
 
-    def __init__(self, ray: Any, workers: int | None, *, quiet: bool) -> None:
-        super().__init__(workers, quiet=quiet)
+    def __init__(self, ray: Any, workers: int | None) -> None:
+        super().__init__(workers)
         self._ray = ray
         self._cpus = max(1, int(ray.cluster_resources().get("CPU", 1)))
         self._sorters = min(workers or self._cpus, self._cpus)
@@ -205,7 +205,7 @@ class RayBuildEngine(BuildEngine):
     def documents(self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
         with (
             ray_errors_reported(self._ray),
-            progress_bar(reading.total_bytes, "reading", unit="B", quiet=self._quiet) as progress,
+            progress_bar(reading.total_bytes, "reading", unit="B") as progress,
         ):
             shared, encode = self._ray.put(tokenizer), self._task(_encode_portion)
             streaming = {"num_returns": "streaming", "_generator_backpressure_num_objects": PREFETCHED_PORTIONS}
@@ -236,7 +236,7 @@ class RayBuildEngine(BuildEngine):
             )
         jobs = ((files.tokens(shard), files.end) for shard in shards)
         done: Iterator[SortedShard] = self._results(sort_shard, jobs, self._sorters, memory=memory)
-        with progress_bar(len(shards), "sorting", unit="shards", quiet=self._quiet) as progress:
+        with progress_bar(len(shards), "sorting", unit="shards") as progress:
             for (number, shard), result in zip(enumerate(shards), done, strict=True):
                 files.write(number, shard, result)
                 progress.advance()
@@ -246,7 +246,7 @@ class RayBuildEngine(BuildEngine):
         jobs = [(length, part) for length in SEQUENCE_LENGTHS for part in range(parts)]
         with (
             ray_errors_reported(self._ray),
-            progress_bar(len(jobs), "counting", unit="parts", quiet=self._quiet) as progress,
+            progress_bar(len(jobs), "counting", unit="parts") as progress,
         ):
             shared = self._ray.put(answers.tokens)
             count = self._task(_count_part)

@@ -68,12 +68,10 @@ class DocumentFile:
 TOKENIZER_BATCH = 1024
 
 
-def tokenized(
-    reading: RecordReader, tokenizer: PreTrainedTokenizerBase, title: str = "reading", *, quiet: bool = False
-) -> Iterator[Document]:
+def tokenized(reading: RecordReader, tokenizer: PreTrainedTokenizerBase, title: str = "reading") -> Iterator[Document]:
     """Yield each text as a document, tokenized in batches, and show a progress bar."""
     texts = ((text, record.source) for record in reading for text in record.texts)
-    with progress_bar(reading.total_bytes, title, unit="B", quiet=quiet) as progress:
+    with progress_bar(reading.total_bytes, title, unit="B") as progress:
         while batch := list(islice(texts, TOKENIZER_BATCH)):
             encoded = encode_texts([text for text, _ in batch], tokenizer)
             for ids, (_, source) in zip(encoded, batch, strict=True):

@@ -109,7 +109,7 @@ def build_real_index(folder: Path, corpus: Path, model: str | None) -> Tokenizer
     """Build the index of a corpus, from which larger ones are drawn; return the tokenizer's fingerprint."""
     tokenizer = load_tokenizer(ModelConfig(model))
     mark, reading = TokenizerFingerprint.of(tokenizer), RecordReader([corpus])
-    build_corpus_index(folder, tokenized(reading, tokenizer, quiet=True), mark, reading.sources)
+    build_corpus_index(folder, tokenized(reading, tokenizer), mark, reading.sources)
     return mark
 
 

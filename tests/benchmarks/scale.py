@@ -122,7 +122,7 @@ def measure(corpus: Path, model: str | None, shards: list[int], place: Path) -> 
     tokenizer = load_tokenizer(ModelConfig(model))
     mark, reading = TokenizerFingerprint.of(tokenizer), RecordReader([corpus])
     started = cpu_seconds()
-    documents = list(tokenized(reading, tokenizer, quiet=True))
+    documents = list(tokenized(reading, tokenizer))
     read = cpu_seconds() - started
     tokens = sum(len(document.ids) for document in documents)
     print(f"{tokens:,} tokens, read and tokenized in {read:.1f} s of a core, {1e6 * read / tokens:.2f} µs a token\n")

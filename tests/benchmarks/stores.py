@@ -49,7 +49,7 @@ def percentiles(lookup: Callable[[Any], Any], contexts: list[Any]) -> list[str]:
 
 def documents_of(path: Path, tokenizer: Any, *, answers_only: bool) -> tuple[float, list[Document], RecordReader]:
     reading = RecordReader([path], answers_only=answers_only)
-    seconds, documents = timed(lambda: list(tokenized(reading, tokenizer, quiet=True)))
+    seconds, documents = timed(lambda: list(tokenized(reading, tokenizer)))
     return seconds, documents, reading
 
 

@@ -109,7 +109,7 @@ def expected(inputs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> di
 def test_a_cluster_builds_the_same_bytes(
     kind: str, cluster: Any, inputs: list[Path], expected: dict[str, Any], tmp_path: Path
 ) -> None:
-    with ray_engine(cluster.address, None, quiet=True) as engine:
+    with ray_engine(cluster.address, None) as engine:
         made = build(kind, tmp_path, inputs, engine)
     assert content(made) == expected[kind]
     assert kind == "model" or made.counts["shards"] > 10
@@ -121,7 +121,7 @@ def test_tables_too_small_for_a_part_change_nothing(
     monkeypatch.setattr(
         "hdtool.builders.stores.sequences.MAX_TABLE_SLOTS", 1 << 12
     )  # of this process: more and smaller parts
-    with ray_engine(cluster.address, None, quiet=True) as engine:
+    with ray_engine(cluster.address, None) as engine:
         assert content(build("model", tmp_path, inputs, engine)) == expected["model"]
 
 
@@ -145,7 +145,7 @@ def test_a_worker_that_dies_over_its_texts_costs_nothing(
     cluster: Any, inputs: list[Path], expected: dict[str, Any], tmp_path: Path
 ) -> None:
     deadly = DeadlyTokenizer(load_tokenizer(ModelConfig()), tmp_path / "killed")
-    with ray_engine(cluster.address, None, quiet=True) as engine:
+    with ray_engine(cluster.address, None) as engine:
         assert content(build("corpus", tmp_path / "store", inputs, engine, deadly)) == expected["corpus"]
     assert (tmp_path / "killed").exists()
 
@@ -169,7 +169,7 @@ def test_workers_killed_in_the_middle_cost_nothing(
                 except (psutil.Error, IndexError):
                     continue
 
-    with ray_engine(None, 2, quiet=True) as engine:
+    with ray_engine(None, 2) as engine:
         killer = threading.Thread(target=kill)
         killer.start()
         try:
@@ -266,7 +266,7 @@ def test_an_input_that_workers_do_not_see(cluster: Any) -> None:
         own = fcntl.fcntl(opened, fcntl.F_DUPFD, 900)  # a number that no worker has open
         reading = RecordReader([Path(f"/proc/self/fd/{own}")])
         with (
-            ray_engine(cluster.address, None, quiet=True) as engine,
+            ray_engine(cluster.address, None) as engine,
             pytest.raises(ClusterError, match=r"fd/9\d\d cannot be read by all workers: node .* does not see it"),
         ):
             engine.prepare(reading)
@@ -286,14 +286,14 @@ def test_too_many_bad_records(cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": 1}\n{broken\n')
     reading = RecordReader([tmp_path / "bad.jsonl"])
     with (
-        ray_engine(cluster.address, None, quiet=True) as engine,
+        ray_engine(cluster.address, None) as engine,
         pytest.raises(RecordError, match=r"2 of 3 records cannot be used, the first at .*bad.jsonl:2 "),
     ):
         list(engine.documents(reading, load_tokenizer(ModelConfig())))
 
 
 def test_a_shard_that_no_node_can_sort(cluster: Any, inputs: list[Path], tmp_path: Path) -> None:
-    with ray_engine(cluster.address, None, quiet=True) as engine, pytest.MonkeyPatch.context() as patch:
+    with ray_engine(cluster.address, None) as engine, pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "SORT_MEMORY_FACTOR", 1 << 40)
         with pytest.raises(ClusterError, match=r"no node of the Ray cluster offers more.*smaller --shard-bytes"):
             build("corpus", tmp_path, inputs, engine)
@@ -301,7 +301,7 @@ def test_a_shard_that_no_node_can_sort(cluster: Any, inputs: list[Path], tmp_pat
 
 
 def test_other_versions_on_a_node(cluster: Any, inputs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    with ray_engine(cluster.address, None, quiet=True) as engine:
+    with ray_engine(cluster.address, None) as engine:
         monkeypatch.setattr(engines, "_versions", lambda: "hdtool 0.0.0")
         with pytest.raises(ClusterError, match=r"has hdtool \S+, .* this process has hdtool 0.0.0"):
             engine.prepare(RecordReader(inputs))

@@ -80,10 +80,10 @@ class Study:
         config = DecodeConfig(self.method, draft_tokens=self.budget, sources=sources, order=order, lookahead=False)
         return ReplayMethod(sources, config, self.curve)
 
-    def results(self, choices: Sequence[str], *, quiet: bool = True) -> Mapping[str, ReplayResult]:
+    def results(self, choices: Sequence[str]) -> Mapping[str, ReplayResult]:
         """Replay every choice of sources."""
         contenders, title = list(map(self.contender, choices)), "replay for the report"
-        return replay(contenders, self.conversations, self.store_set, workers=self.workers, title=title, quiet=quiet)
+        return replay(contenders, self.conversations, self.store_set, workers=self.workers, title=title)
 
 
 def source_shares(method: str, result: ReplayResult) -> SourceShares:
@@ -99,12 +99,10 @@ def source_shares(method: str, result: ReplayResult) -> SourceShares:
     return SourceShares(method, result.drafted_steps, sources)
 
 
-def report_data(
-    study: Study, traces: Sequence[Trace], tokenizer: PreTrainedTokenizerBase, *, quiet: bool = False
-) -> ReportData:
+def report_data(study: Study, traces: Sequence[Trace], tokenizer: PreTrainedTokenizerBase) -> ReportData:
     """Run the replay of ``study`` and return the data of all figures; ``traces`` are its conversations as text."""
     letters = study.store_set.letters
-    whole = study.results([letters], quiet=quiet)[letters]
+    whole = study.results([letters])[letters]
     questions = [trace.messages[answer.message_index - 1]["content"] for trace in traces for answer in trace.answers]
     return ReportData(
         shares=(source_shares(study.method, whole),),
