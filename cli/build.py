@@ -14,8 +14,7 @@ from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.notes import note, tell
 from hdtool.data.stores.kinds import BUILT_KINDS, CORPUS_KIND, MODEL_KIND
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
-from hdtool.data.stores.store import FolderCheck, refuse_replacing
-from hdtool.data.stores.store_files import check_destination
+from hdtool.data.stores.store import check_replaceable, refuse_replacing
 from hdtool.runtime.config.building import AMPHISTA, MEDUSA, BuildConfig, HeadsConfig, TrainConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.settings import Panel, Use
@@ -100,7 +99,7 @@ def _build(
 
     check = None if replace else refuse_replacing
     if out:  # reject an unusable --out before loading the tokenizer
-        _check_folder(out, check)
+        check_replaceable(out, check)
     quiet_libraries(quiet=quiet)
     if loading.model is None and kind == CORPUS_KIND:  # the name of a model store's model is printed with its result
         note("the tokenizer is that of the embedded toy model: --model MODEL names another")
@@ -110,7 +109,7 @@ def _build(
     folder = out
     if folder is None:
         folder = _folder_at_home(kind, model, fingerprint, namespace, loading.name)
-        _check_folder(folder, check)
+        check_replaceable(folder, check)
     settings: dict[str, Any] = {name: getattr(config, name) for name in BUILT_KINDS[kind].options}
     on_models = None
     if kind == MODEL_KIND:
@@ -129,12 +128,6 @@ def _build(
     ):
         manifest = BUILDS[kind](folder, documents, fingerprint, sources, engine=engine, check=check, **settings)
     print_built(folder, manifest, as_json=as_json)
-
-
-def _check_folder(folder: Path, check: FolderCheck | None) -> None:
-    check_destination(folder)
-    if check:
-        check(folder)
 
 
 def _folder_at_home(

@@ -10,8 +10,8 @@ from pathlib import Path
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.kinds import MODEL_KIND
 from hdtool.data.stores.manifest import Manifest
-from hdtool.data.stores.store import FolderCheck, file_checksum, read_manifest
-from hdtool.data.stores.store_files import check_destination, holds_manifest
+from hdtool.data.stores.store import FolderCheck, check_replaceable, file_checksum, read_manifest
+from hdtool.data.stores.store_files import holds_manifest
 
 
 @cache
@@ -43,9 +43,7 @@ class SetupStores:
     def check(self) -> None:
         """Raise if a folder is not a valid destination for a build, or holds a store that must not be replaced."""
         for kind, folder in self.folders.items():
-            check_destination(folder)
-            if check := self.replacement_check(kind):
-                check(folder)
+            check_replaceable(folder, self.replacement_check(kind))
 
     def build_effect(self, kind: str) -> str:
         """Return what a build does to a folder, to be printed before the folder's path."""

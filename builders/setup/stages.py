@@ -33,6 +33,7 @@ from hdtool.data.errors import ModelError, RecordError
 from hdtool.data.notes import tell
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import read_prompts
+from hdtool.data.record_counts import Tally
 from hdtool.data.stores.home import NO_STORE, corpus_index_at_home, model_store_at_home
 from hdtool.data.stores.kinds import CORPUS_KIND as CORPUS, MODEL_KIND as MODEL
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
@@ -244,12 +245,9 @@ class Stages:
 
     @cached_property
     def _held_out(self) -> list[list[RecordedTurn]]:
-        held_out = []
-        for trace in read_traces([self._folder.held_out]):
-            try:
-                held_out.append(self._turns.turns(trace))
-            except RecordError as error:  # a template may refuse roles that other templates accept
-                tell(f"left out: {error}")
+        tally = Tally()  # a template may refuse roles that other templates accept
+        held_out = [turns for _, turns in self._turns.usable(read_traces([self._folder.held_out]), tally)]
+        tell(*tally.left_out())
         if not held_out:
             raise RecordError("no held-out conversation can be rebuilt with this model's chat template: try --raw")
         return held_out

@@ -190,6 +190,13 @@ def recorded_name(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
+def check_replaceable(folder: Path, check: FolderCheck | None) -> None:
+    """Raise StoreError unless a store can be built in a folder; ``check`` raises if the one there must stay."""
+    check_destination(folder)
+    if check:
+        check(folder)
+
+
 @contextmanager
 def building(folder: Path, check: FolderCheck | None = None) -> Iterator[StoreBuild]:
     """Build a store in ``folder`` while holding the folder's lock.
@@ -206,9 +213,7 @@ def building(folder: Path, check: FolderCheck | None = None) -> Iterator[StoreBu
         folder.mkdir(parents=True, exist_ok=True)
         busy = StoreError(f"another build of {folder} is running: wait for it, or choose another place")
         with file_lock(folder / LOCK_FILE, busy):
-            check_destination(folder)
-            if check:
-                check(folder)
+            check_replaceable(folder, check)
             sweep_store(folder)
             try:
                 yield StoreBuild(folder)
