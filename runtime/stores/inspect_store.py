@@ -6,7 +6,7 @@ Uses the same compiled lookups as the drafter.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
@@ -17,6 +17,7 @@ import numpy as np
 from hdtool.data.stores.kinds import HISTORY, HISTORY_KIND
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.corpus_index import MAX_RANGE_ORDER, CorpusIndex, CorpusSearch
+from hdtool.runtime.stores.history_records import StoredConversation
 from hdtool.runtime.stores.history_store import HistoryStore
 from hdtool.runtime.stores.model_store import MAX_PREFIX_TOKENS, ModelRecord, ModelStore, look_up
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS, matches
@@ -119,25 +120,7 @@ def _latency(look_up: Callable[[Ints], object], contexts: Iterator[Ints]) -> dic
 def description(store: HistoryStore) -> dict[str, Any]:
     """Describe a history store, in the form that ``inspect --json`` prints."""
     manifest, held = store.manifest, store.conversations()
-    names = sorted({each.source for each in held})
     tokens = sum(each.tokens for each in held)
-    sources = []
-    for name in names:
-        of_source = [each for each in held if each.source == name]
-        count = sum(each.tokens for each in of_source)
-        times = [each.time for each in of_source]
-        share = round(count / tokens, 4) if tokens else 0.0
-        oldest, newest = _date(min(times)), _date(max(times))
-        sources.append(
-            {
-                "name": name,
-                "records": len(of_source),
-                "tokens": count,
-                "share": share,
-                "oldest": oldest,
-                "newest": newest,
-            }
-        )
     return {
         "store": str(store.folder),
         "kind": HISTORY_KIND,
@@ -149,10 +132,27 @@ def description(store: HistoryStore) -> dict[str, Any]:
         "entries": len(held),
         "bytes": store.nbytes,
         "options": {"most_bytes": manifest.max_bytes, "size": manifest.size},
-        "sources": sources,
-        "oldest": _date(min(each.time for each in held)) if held else None,
-        "newest": _date(max(each.time for each in held)) if held else None,
+        "sources": [
+            _source(name, [each for each in held if each.source == name], tokens)
+            for name in sorted({each.source for each in held})
+        ],
+        **_ages(held),
     }
+
+
+def _source(name: str, held: Sequence[StoredConversation], tokens: int) -> dict[str, Any]:
+    count = sum(each.tokens for each in held)
+    share = round(count / tokens, 4) if tokens else 0.0
+    return {"name": name, "records": len(held), "tokens": count, "share": share, **_ages(held)}
+
+
+def _ages(held: Sequence[StoredConversation]) -> dict[str, str | None]:
+    times = [each.time for each in held]
+    oldest, newest = (
+        datetime.fromtimestamp(choose(times), UTC).isoformat(timespec="seconds") if times else None
+        for choose in (min, max)
+    )
+    return {"oldest": oldest, "newest": newest}
 
 
 def _of_history(store: HistoryStore, context: list[int]) -> Iterator[FoundContinuation]:
@@ -172,7 +172,3 @@ def _parts(store: HistoryStore) -> Iterator[Ints]:
     while True:
         start = int(rng.integers(0, max(1, store.num_positions - MAX_MATCH_TOKENS)))
         yield store.tokens(start, MAX_MATCH_TOKENS).astype(np.int64)
-
-
-def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

@@ -15,7 +15,6 @@ import argparse
 import http.client
 import json
 import tempfile
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -27,20 +26,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-import psutil
-
 from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.kernels.machine import machine
 from tests.benchmarks.laboratory import Table, parser_of
+from tests.benchmarks.process_watch import ProcessWatch
 from tests.support.server import RunningServer
 
 CHAT, MESSAGES, RESPONSES = APIS = ("/chat/completions", "/messages", "/responses")
 TOO_LONG = "context_length_exceeded"
 TURNS = ((1, 1), (2, 2), (3, 3), (4, 6), (7, 10), (11, 99))
 """Ranges of turns that share a row of the table."""
-SETTLED_SECONDS = 120.0
-"""Seconds after the start from which growth is measured."""
 Message = dict[str, Any]
 Request = list[Message]
 """Messages before an assistant turn."""
@@ -185,18 +180,12 @@ class Soak:
 
     def __init__(self, server: RunningServer, options: argparse.Namespace, traces: Sequence[Sequence[Request]]) -> None:
         self._server, self._options, self._traces = server, options, traces
-        self._started, self._done = time.monotonic(), threading.Event()
+        self._started = time.monotonic()
         self.outcomes, self.replies = Counter[str](), list[Reply]()
-        self.samples: list[tuple[float, ...]] = []
-        """Seconds, resident MiB, threads and file descriptors of the server's process."""
 
     def run(self) -> None:
-        watching = threading.Thread(target=self._watch)
-        watching.start()
         with ThreadPoolExecutor(self._options.sessions) as sessions:
             list(sessions.map(self._session, range(self._options.sessions)))
-        self._done.set()
-        watching.join()
 
     def _session(self, number: int) -> None:
         """Run one conversation after another, switching to the next API each time, until time is up."""
@@ -220,22 +209,14 @@ class Soak:
                 self.outcomes["errors"] += 1
         return True
 
-    def _watch(self) -> None:
-        process = psutil.Process(self._server.process.pid)
-        while not self._done.wait(1):
-            memory, seconds = process.memory_info().rss / 2**20, time.monotonic() - self._started
-            self.samples.append((seconds, memory, process.num_threads(), process.num_fds()))
-
 
 def soak(options: argparse.Namespace, traces: Sequence[Sequence[Request]]) -> None:
     """Run concurrent sessions, and print their outcomes and the growth of the server's process."""
     with RunningServer(Path(options.log), options.model, "--method", options.method, *options.serve) as server:
         sessions = Soak(server, options, traces)
-        sessions.run()
-        metrics = server.ask("/metrics")[1]
-        assert "Traceback" not in server.log, server.log[-3000:]
-        assert all(f"hdtool_{name}_answers 0.0" in metrics for name in ("running", "waiting")), metrics
-        assert server.stop() == 0
+        with ProcessWatch(server.process.pid) as watch:
+            sessions.run()
+        server.end()
     outcomes, replies = sessions.outcomes, sessions.replies
     print(f"{machine()}; {options.model}, one thread, {options.sessions} sessions, {options.minutes:g} minutes")
     print(
@@ -247,25 +228,7 @@ def soak(options: argparse.Namespace, traces: Sequence[Sequence[Request]]) -> No
         f"{sum(reply.cached for reply in replies) / read:.1%} of them in the cache; first text after "
         f"{median(firsts):.1f} s (median), {max(firsts):.1f} s (most)"
     )
-    print(growth(sessions.samples))
-
-
-def growth(samples: Sequence[tuple[float, ...]]) -> str:
-    """Return the means of the first and the last minute after ``SETTLED_SECONDS``, the maximum, and the slope per
-    minute."""
-    end = samples[-1][0]
-    start = min(SETTLED_SECONDS, end / 2)
-    kept = np.array([sample for sample in samples if sample[0] >= start])
-    lines = []
-    for column, name in enumerate(("resident MiB", "threads", "descriptors"), 1):
-        seconds, values = kept[:, 0], kept[:, column]
-        early, late = values[seconds < start + 60].mean(), values[seconds >= end - 60].mean()
-        slope = 60 * np.polyfit(seconds, values, 1)[0] if len(kept) > 1 else 0.0
-        lines.append(
-            f"{name}: {early:.1f} after {start:.0f} s, {late:.1f} at the end, {values.max():.0f} at most, "
-            f"{slope:+.2f} a minute"
-        )
-    return "\n".join(lines)
+    print(watch.growth())
 
 
 def main() -> None:

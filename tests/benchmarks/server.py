@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.target.load import load, load_stock, load_tokenizer
 from tests.benchmarks.laboratory import parser_of
+from tests.benchmarks.process_watch import ProcessWatch
 from tests.server.plain import plain_text
 from tests.support.server import RunningServer
 
@@ -78,32 +78,14 @@ def streams(options: argparse.Namespace) -> None:
     del loaded
     kept = ("--prefix-cache-mib", str(options.prefix_cache_mib), "--history", options.history)
     with RunningServer(options.log, options.model, "--method", options.method, *kept) as server:
-        process = psutil.Process(server.process.pid)
-        memory: list[tuple[float, float]] = []
-        counts = asyncio.run(_load(server, options, expected, process, memory))
-        assert "Traceback" not in server.log, server.log[-3000:]
-        status, metrics = server.ask("/metrics")
-        assert status == 200
-        for name in ("running", "waiting"):
-            assert f"hdtool_{name}_answers 0.0" in metrics, metrics
-        assert server.stop() == 0
+        with ProcessWatch(server.process.pid) as watch:
+            counts = asyncio.run(_load(server, options, expected))
+        server.end()
     print(", ".join(f"{count:,} {name}" for name, count in counts.items()))
-    settled, ended = 60 * options.settled, memory[-1][0]
-    early = statistics.mean(mib for at, mib in memory if settled <= at < settled + 60)
-    late = statistics.mean(mib for at, mib in memory if at >= ended - 60)
-    print(
-        f"resident memory, means of a minute: {early:.0f} MiB after {settled / 60:g} minutes, {late:.0f} MiB at the "
-        f"end ({late / early - 1:+.2%}; at the start {memory[0][1]:.0f}, highest {max(mib for _, mib in memory):.0f})"
-    )
+    print(watch.growth(60 * options.settled))
 
 
-async def _load(
-    server: RunningServer,
-    options: argparse.Namespace,
-    expected: dict[str, str],
-    process: psutil.Process,
-    memory: list[tuple[float, float]],
-) -> dict[str, int]:
+async def _load(server: RunningServer, options: argparse.Namespace, expected: dict[str, str]) -> dict[str, int]:
     client, model = client_of(server.url), options.model
     counts = {"complete and equal": 0, "different": 0, "cut off": 0, "errors": 0}
     started = time.monotonic()
@@ -124,15 +106,8 @@ async def _load(
             else:
                 counts["complete and equal" if text == expected[question] else "different"] += 1
 
-    async def watch() -> None:
-        while True:
-            memory.append((time.monotonic() - started, process.memory_info().rss / 2**20))
-            await asyncio.sleep(1)
-
-    watching = asyncio.create_task(watch())
     await asyncio.gather(*map(stream, range(options.streams)))
     await asyncio.sleep(2)
-    watching.cancel()
     return counts
 
 

@@ -60,6 +60,13 @@ class RunningServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
 
+    def end(self) -> None:
+        """Stop the server, and check that it has met no error and has no answer left."""
+        metrics = self.ask("/metrics")[1]
+        assert "Traceback" not in self.log, self.log[-3000:]
+        assert all(f"hdtool_{name}_answers 0.0" in metrics for name in ("running", "waiting")), metrics
+        assert self.stop() == 0
+
     def stop(self) -> int:
         """Send SIGTERM, and return the exit code."""
         self.process.send_signal(signal.SIGTERM)
