@@ -43,6 +43,9 @@ SHORT_CONTEXT = 4
 LONG_CONTEXT, MIN_LONG_CONTEXT, LONG_CONTEXT_BYTES = 4096, 256, 128 * 2**20
 """Length of the long context in the quick measurement, its minimum, and a limit on the KV cache of all sequences in
 bytes. The limit shortens the context; below the minimum, no long context is timed."""
+CAPTURED_CONTEXT = 16384
+"""Length of the long context for captured steps, if the target's own cache has room for it: on a GPU, the keys and
+values of a shorter one hardly take longer to read."""
 LONG_CONTEXT_NODES = (0, 7, 15, 31, 63)
 """Numbers of nodes for which passes are timed after the long context."""
 SLOW_SECONDS = 0.03
@@ -139,8 +142,8 @@ def time_tree_passes(
     than a typical pass.
     """
     began = time.perf_counter()
-    is_free = batch == 1 and not unread and target.cache.user is None and not target.cache.slots[0].tokens
-    cache = target.cache if is_free else target.allocate(batch)  # steps captured for target.cache also serve answers
+    uses_own = batch == 1 and (target.captures or not unread) and _has_free_cache(target)
+    cache = target.cache if uses_own else target.allocate(batch)  # steps captured for target.cache also serve answers
     context = some_context(length, target.config.vocab_size)
     for slot in range(batch):
         if unread:
@@ -160,6 +163,11 @@ def time_tree_passes(
             rounds[-1].append(target.log.seconds - before)
     cache.slots[0].cut(0)
     return np.array(rounds)[:, 1:]
+
+
+def _has_free_cache(target: Target) -> bool:
+    """Return True if the target's own cache holds no context, and no answer uses it."""
+    return target.cache.user is None and not target.cache.slots[0].tokens
 
 
 def _random_tree(target: Target, nodes: int, random: np.random.Generator) -> DraftTree:
@@ -187,18 +195,22 @@ def cost_curve_for(target: Target, batch: int = 1) -> CostCurve:
 
 
 def _quick_contexts(target: Target, batch: int = 1) -> tuple[int, ...]:
-    """Return the length of the short context and, if attention can be timed without a prefill, that of a long one."""
-    if target.captures or target.processes > 1 or not target.takes_trees:
+    """Return the length of the short context and, if attention can be timed without a prefill, that of a long one.
+
+    Captured steps are timed after a long context only where that needs no memory: in the target's own cache.
+    """
+    if target.processes > 1 or not target.takes_trees:
         return (SHORT_CONTEXT,)
     bytes_per_token = sum(
         tensor.heads * tensor.width * tensor.dtype.itemsize for layer in target.facts.shapes for tensor in layer.kept
     )
-    limit = target.context_limit(1) or LONG_CONTEXT
-    longest = min(
-        LONG_CONTEXT,
-        limit - LARGEST_TREE - 1,
-        LONG_CONTEXT_BYTES // (batch * bytes_per_token) if bytes_per_token else 0,
-    )
+    if not bytes_per_token or (target.captures and (batch > 1 or not _has_free_cache(target))):
+        return (SHORT_CONTEXT,)
+    if target.captures:
+        most, room = CAPTURED_CONTEXT, target.cache.capacity - LARGEST_TREE - 1
+    else:
+        most, room = LONG_CONTEXT, LONG_CONTEXT_BYTES // (batch * bytes_per_token)
+    longest = min(most, room, (target.context_limit(1) or most) - LARGEST_TREE - 1)
     return (SHORT_CONTEXT, longest) if longest >= MIN_LONG_CONTEXT else (SHORT_CONTEXT,)
 
 

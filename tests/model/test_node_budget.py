@@ -32,6 +32,7 @@ from hdtool.runtime.budget.pass_costs import PASS_SIZES, MeasuredCosts, estimate
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config.budgets import LARGEST_BUDGET
 from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import draft_many
 from hdtool.runtime.core.engine_interface import PassLog, Verified
 from hdtool.runtime.core.tree import DraftTree
@@ -39,7 +40,9 @@ from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for, shared_costs_for
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
+from tests.support.decoding import answer_of
 from tests.support.families import model_of
+from tests.support.rehearsed import Rehearsed
 
 
 def confirmed(costs: MeasuredCosts) -> MeasuredCosts:
@@ -189,6 +192,22 @@ def test_the_quick_measurement_knows_what_a_longer_context_adds(
     assert target.cache.capacity < long, "the cache of answers does not grow with it"
     monkeypatch.setattr(model.config, "max_position_embeddings", 256)
     assert cost_curve_for(Target(model)).contexts == (short,)
+
+
+def test_captured_steps_are_timed_after_a_long_context_in_the_cache_of_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+    capture = Rehearsed()
+    target = Target(model_of("llama"), lambda device: capture)
+    capacity = target.cache.capacity
+    short, long = cost_curve_for(target).contexts
+    recorded = capture.recorded
+    assert short < 256 < long < capacity == target.cache.capacity and not target.cache.slots[0].tokens
+    plain = answer_of(Target(model_of("llama")), [1, 2, 3], SamplingConfig(), 9)
+    assert answer_of(target, [1, 2, 3], SamplingConfig(), 9) == plain
+    assert capture.recorded == recorded, "answers use the steps that were timed"
+    assert cost_curve_for(target).contexts == (short,), "an answer's context is in the cache"
 
 
 def test_costs_follow_the_length_of_the_context() -> None:
