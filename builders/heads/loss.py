@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hdtool.builders.heads.examples import Example
 from hdtool.data.errors import ModelError
 from hdtool.runtime.drafters.heads.modules import Heads
-from hdtool.runtime.model.families import hidden_in, module_of_hidden
+from hdtool.runtime.model.hidden_states import hidden_in, module_of_hidden
 from hdtool.runtime.target.target import Target
 
 CHUNK_BYTES = 32 * 2**20

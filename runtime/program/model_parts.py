@@ -15,6 +15,7 @@ from torch.nn import Dropout, Embedding, Identity, LayerNorm, Module, ModuleList
 
 from hdtool.runtime.caches.kv_cache import LayerShape
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding
+from hdtool.runtime.program.added_mixture import MIXTURE_MODULES, MixtureParts, is_known_mixture, mixture_parts
 from hdtool.runtime.program.attention_parts import with_attention, with_latents
 from hdtool.runtime.program.embedding_and_head import (
     DECODER_INPUT_MODULES,
@@ -26,7 +27,6 @@ from hdtool.runtime.program.embedding_and_head import (
     layer_inputs,
 )
 from hdtool.runtime.program.feed_forward import activation_of, feed_forward_parts
-from hdtool.runtime.program.hybrid_families import MIXTURE_MODULES, MixtureParts, is_known_mixture, mixture_parts
 from hdtool.runtime.program.latent_parts import LatentParts
 from hdtool.runtime.program.mixer_parts import MixerParts, epsilon_of, mixer_parts, tensors_of
 from hdtool.runtime.program.model_families import LLAMA, Family, is_of_package, package_of

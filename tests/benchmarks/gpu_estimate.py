@@ -22,7 +22,7 @@ from hdtool.runtime.caches.kv_cache import HeadShape, KVTensors, LayerShape
 from hdtool.runtime.config.measuring import SHAPES
 from hdtool.runtime.engines.reference.operations import HeadLayout, HeadNorms, KeysAndValues, Norm, Operations, Residual
 from hdtool.runtime.engines.reference.program_pass import Matmul, ProgramPass
-from hdtool.runtime.model.families import HiddenStates
+from hdtool.runtime.model.hidden_states import HiddenStates
 from hdtool.runtime.model.pass_inputs import FULL, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.program.embedding_and_head import Rotary
 from hdtool.runtime.program.model_parts import Kind, model_parts

@@ -32,7 +32,7 @@ from hdtool.runtime.drafters.trained.proposal import (
     bucket_center,
     prob_bucket,
 )
-from hdtool.runtime.model import families as hidden
+from hdtool.runtime.model import hidden_states as hidden
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
 from hdtool.runtime.target.target import Target
 from tests.support.families import FAMILIES, VOCABULARY, model_of

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
     from hdtool.runtime.kernels.linear import CompiledLinear
     from hdtool.runtime.model.pass_inputs import AttentionWindow
+    from hdtool.runtime.program.added_mixture import MixtureParts
     from hdtool.runtime.program.embedding_and_head import LayerInputs
-    from hdtool.runtime.program.hybrid_families import MixtureParts
     from hdtool.runtime.program.latent_parts import LatentParts
     from hdtool.runtime.program.model_parts import LayerParts
 

@@ -12,7 +12,7 @@ from torch.nn import Embedding, Module, Parameter
 from hdtool.runtime.engines.cuda.merged_weights import merging
 from hdtool.runtime.engines.reference.operations import Operations
 from hdtool.runtime.engines.reference.program_pass import ProgramPass
-from hdtool.runtime.model.families import only_watches
+from hdtool.runtime.model.hidden_states import only_watches
 from hdtool.runtime.model.weight_changes import hooks_of
 from hdtool.runtime.program.embedding_and_head import norms_and_activations_match, windows_of_layers
 from hdtool.runtime.program.hybrid_families import DESCRIBED

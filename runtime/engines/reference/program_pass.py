@@ -17,10 +17,10 @@ from hdtool.runtime.engines.reference.operations import HeadLayout, HeadNorms, K
 from hdtool.runtime.engines.reference.recurrences import MixerStates, StackedStates
 from hdtool.runtime.engines.reference.tree_indices import TreeIndices
 from hdtool.runtime.engines.steps import StepOutput
-from hdtool.runtime.model.families import HiddenStates
+from hdtool.runtime.model.hidden_states import HiddenStates
 from hdtool.runtime.model.transformers_internals import experts_on_device
+from hdtool.runtime.program.added_mixture import MixtureParts
 from hdtool.runtime.program.embedding_and_head import EmbeddingAndHead, InputParts, Rotary, rotary_kinds, rotary_of
-from hdtool.runtime.program.hybrid_families import MixtureParts
 from hdtool.runtime.program.latent_parts import LatentParts
 from hdtool.runtime.program.mixer_parts import MixerParts
 from hdtool.runtime.program.model_families import Family

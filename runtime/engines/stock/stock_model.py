@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import Cache as LibraryCache
 
 from hdtool.runtime.core.engine_interface import PassLog
-from hdtool.runtime.model.families import HiddenStates
+from hdtool.runtime.model.hidden_states import HiddenStates
 from hdtool.runtime.model.pass_inputs import AttentionMasks, Mask, windows_of
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.quantization import RowByRow
