@@ -121,18 +121,15 @@ def _placed_target(config: ModelConfig, settings: Any, device: torch.device) -> 
     if config.device_map:
         placed = _weights(config, settings, device, device_map=config.device_map)
         return _attempt(config.name, f"with device map {config.device_map}", lambda: Target(placed))
-    return _target_on(device, config, settings)
-
-
-def _target_on(device: torch.device, config: ModelConfig, settings: Any) -> Target:
     if device.type != "cpu":
         model = _on_one_device(config, settings, device)
         return _attempt(config.name, f"on {device}", lambda: Target(model))
     if config.activations == INT8:
         refuse_by_settings(config, settings)
     target = _cpu_target(config, settings)
-    if config.activations == INT8:
-        _compute_in_int8(target)
+    # Only now, because compiled passes are proved in float32.
+    if config.activations == INT8 and not (target.compiled and target.compiled.use_int8_activations()):
+        raise OptionError(NO_INT8)
     return target
 
 
@@ -188,7 +185,6 @@ def _quantized(config: ModelConfig, settings: Any) -> Path | None:
 def _target_with(proof: Proof | None, config: ModelConfig, settings: Any, kept: KeptProof | None) -> Target | None:
     """Load a model, compiled if possible; return None if it differs from ``proof``. Keep its proof if there is none."""
     cpu = torch.device("cpu")
-    use_planless_attention(cpu)
     quantized = _quantized(config, settings)
     model = _attempt(config.name, "its weights", lambda: stored_model(config, settings, quantized, check=proof is None))
     is_stored = model is not None
@@ -224,15 +220,6 @@ def _kept_proof(config: ModelConfig, settings: Any) -> KeptProof | None:
         return KeptProof(config, settings, family, files_of(config))
     except (HdtoolError, KeyError, OSError):  # loading the model raises an error that names the fault
         return None
-
-
-def _compute_in_int8(target: Target) -> None:
-    """Use 8-bit activations from now on; raise an ``OptionError`` if compiled passes or packed weights are missing.
-
-    Call this only after the compiled passes are proved in float32.
-    """
-    if target.compiled is None or not target.compiled.use_int8_activations():
-        raise OptionError(NO_INT8)
 
 
 def load_part(config: ModelConfig) -> Target:
