@@ -258,8 +258,9 @@ class TransferBuffer:
 class StepInput:
     """The input buffer of steps, on host and device. Padding rows repeat the root; their logits are unused."""
 
-    def __init__(self, device: torch.device, slots: int = 1) -> None:
-        self._buffer = TransferBuffer(slots * (HEADER + 3 * (LARGEST_TREE + 1)), device)
+    def __init__(self, device: torch.device, slots: int = 1, rows: int = LARGEST_TREE + 1) -> None:
+        """Reserve memory for trees in this many slots, each with a root and up to ``rows - 1`` nodes."""
+        self._buffer = TransferBuffer(slots * (HEADER + 3 * rows), device)
         self._words: npt.NDArray[np.int64] = self._buffer.host.numpy()
 
     def fill(self, slot: int, tree: DraftTree, rows: int, length: int) -> None:

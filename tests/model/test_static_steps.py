@@ -20,7 +20,7 @@ from hdtool.runtime.core.sequence import Finish
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.engines.capture import CaptureMaker, Run, never
-from hdtool.runtime.engines.cuda.static_steps import RECORDED, STEP_SIZES, StaticSteps
+from hdtool.runtime.engines.cuda.static_steps import RECORDED, RECORDED_ROWS, STEP_SIZES, StaticSteps
 from hdtool.runtime.engines.steps import StepOutput
 from hdtool.runtime.model.pass_inputs import FULL, MOVES, AttentionMasks, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.target.target import Target
@@ -155,7 +155,7 @@ def test_conversations_share_the_cache_the_buffers_and_the_steps() -> None:
     def talk(length: int) -> list[int]:
         prompt = prompt_of(length)
         run(target, prompt, SamplingConfig(), 60, drafter=Hierarchy(budget=FixedBudget(20)))
-        mine = steps._buffers[1]
+        (mine,) = steps._buffers
         buffers = mine._outcome, mine.input._buffer
         kept = [mine._logits, *(tensor for buffer in buffers for tensor in (buffer.host, buffer.device))]
         return [tensor.data_ptr() for tensor in (*target.cache.storage.tensors, *kept) if tensor is not None]
@@ -229,12 +229,19 @@ def test_a_pass_without_extents_has_one_capacity_and_its_steps_are_captured_at_o
     assert steps.capacity_for(5000, None) == 8192, "as before beyond the reserve"
     cache = Target(model_of("llama")).allocate(1, 3000)
     steps.record(cache)
-    assert capture.recorded == len(RECORDED)
-    for nodes in (0, 3, 30, 63):
-        steps.prepared(cache, [bush(nodes)])
-    assert capture.recorded == len(RECORDED)
+    recorded = capture.recorded
+    assert recorded == 2 * len(RECORDED), "a step and the rankings after it"
+    for nodes, most in zip((0, 3, 30, 63), (8, 0, 61, 33), strict=True):
+        steps.prepared(cache, [bush(nodes)], PassOptions(max_ranked=most))
+    assert capture.recorded == recorded
     steps.prepared(cache, [bush(64)])
-    assert capture.recorded == len(RECORDED) + 1
+    assert capture.recorded == recorded + 1
+
+
+def test_steps_over_many_slots_share_the_buffers_of_the_largest_that_is_captured_ahead() -> None:
+    steps = StaticSteps(NoExtent(), Rehearsed(), CPU)
+    steps.record(Target(model_of("llama")).allocate(32, 100))
+    assert [buffers.rows for buffers in steps._buffers] == [RECORDED_ROWS]
 
 
 def test_a_cache_takes_less_where_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,9 +288,9 @@ def test_batches_of_all_sizes_take_little_more_memory_than_the_largest() -> None
         found = target.verify(cache, [bush(4)] * number)
         for slot, verified in enumerate(found):
             assert_same_logits(verified.logits[1], plain_logits(model, [*contexts[slot], 5, 2]))
-    buffers = steps_of(target)._buffers.values()
+    buffers = steps_of(target)._buffers
     rows = [len(buffer._logits) for buffer in buffers if buffer._logits is not None]
-    assert len(rows) == len(buffers) and sum(rows) < 2 * 8 * STEP_SIZES[-1]
+    assert len(rows) == len(buffers) and rows == [RECORDED[-1]], "these steps have up to 56 rows"
 
 
 class Failing(Direct):

@@ -12,7 +12,7 @@ import torch
 
 from hdtool.runtime.caches import kv_cache
 from hdtool.runtime.engines.cuda import static_steps
-from hdtool.runtime.engines.cuda.static_steps import DeviceClock, StaticSteps
+from hdtool.runtime.engines.cuda.static_steps import DeviceClock, StaticSteps, Steps
 from hdtool.runtime.model.pass_inputs import AttentionMasks, StepInput
 
 Undo = Callable[[], None]
@@ -83,10 +83,11 @@ def logits_left_in_the_pool() -> Undo:
 
 def steps_kept_over_new_memory() -> Undo:
     def keeping(usual: Any) -> Any:
-        kept: dict[Any, Any] = {}
+        kept: list[Steps] = []
 
         def prepared(steps: Any, cache: Any, *args: Any) -> Any:
-            steps._steps.setdefault(cache.storage, kept)
+            kept[:] = kept or [Steps(steps._capture)]
+            steps._steps.setdefault(cache.storage, kept[0])
             return usual(steps, cache, *args)
 
         return prepared

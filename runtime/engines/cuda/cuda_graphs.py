@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from functools import cache
+from typing import Generic, TypeVar
 
 import torch
 
@@ -11,6 +13,8 @@ from hdtool.data.notes import note
 from hdtool.runtime.engines.capture import Capture, Run
 from hdtool.runtime.engines.cuda.waits import waits_refused
 
+Shape = TypeVar("Shape")
+Output = TypeVar("Output")
 WARM_UPS = 1
 """Number of warm-up runs before a capture, since compilation and lazy initialization cannot be captured."""
 
@@ -89,25 +93,50 @@ class CudaGraphs:
         return graph.replay
 
 
-class CapturedRun:
+class CapturedRun(Generic[Output]):
     """A captured function. If memory was too short to capture it, that is due again after ``RETRY_AFTER`` uses."""
 
     run: Run | None = None
     """Replays the function, or runs it if memory was too short to capture it; None if it is too short to run it."""
-    uses_left: int | None = None
-    """Number of uses before another attempt to capture the function; None if it is captured."""
+    output: Output | None = None
+    """What the function returned when it was last called, such as tensors that replays overwrite."""
 
-    def capture(self, capture: Capture, run: Run) -> None:
-        self.uses_left = RETRY_AFTER
-        self.run = capture.record(run)
-        if self.run is not run:
-            self.uses_left = None
+    def __init__(self, capture: Capture, compute: Callable[[], Output]) -> None:
+        def run() -> None:
+            self.output = compute()
+
+        try:
+            self.run = capture.record(run)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            note_uncaptured()
+        self._uses_left = RETRY_AFTER if self.run in (run, None) else None
+        """Number of uses before another attempt to capture the function; None if it is captured."""
 
     def is_due(self) -> bool:
         """Count a use; return True if the function should be captured now."""
-        if self.uses_left is not None:
-            self.uses_left -= 1
-        return self.uses_left == 0
+        if self._uses_left is not None:
+            self._uses_left -= 1
+        return self._uses_left == 0
+
+
+class CapturedRuns(dict[Shape, CapturedRun[Output]]):
+    """Functions captured once for each shape of the buffers that they read and write, and then replayed."""
+
+    def __init__(self, capture: Capture) -> None:
+        super().__init__()
+        self._capture = capture
+
+    def of(
+        self, shape: Shape, compute: Callable[[], Output], before: Callable[[], None] = lambda: None
+    ) -> CapturedRun[Output]:
+        """Return the captured function of a shape; if there is none, capture ``compute`` after calling ``before``."""
+        captured = self.get(shape)
+        if captured is None or captured.is_due():
+            before()
+            captured = self[shape] = CapturedRun(self._capture, compute)
+        return captured
 
 
 def can_capture_after_failure() -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from hdtool.runtime.engines.capture import Capture, Run
-from hdtool.runtime.engines.cuda.cuda_graphs import CapturedRun, is_out_of_memory
+from hdtool.runtime.engines.capture import Capture
+from hdtool.runtime.engines.cuda.cuda_graphs import CapturedRun, CapturedRuns
 from hdtool.runtime.engines.cuda.static_steps import DeviceClock, rankings_in
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.model.pass_inputs import TransferBuffer
@@ -35,18 +35,19 @@ class RankingPasses:
 
         ``capture`` is None if passes aren't captured.
         """
-        self._capture, self._device = capture, device
-        self._captured: dict[Shape, CapturedRun] = {}
+        self._device = device
+        self._captured = CapturedRuns[Shape, int](capture) if capture else None
+        """Captured passes, which return the number of tokens in each ranking; None if passes can't be captured."""
         self._clock = DeviceClock(device)
         self.largest = CAPTURED_SIZES[-1]
         """Maximum number of rows in a captured pass."""
-        self._rankings, self._best, self._max_best = max(rankings, self.largest), best, best
+        self._rankings, self._best = max(rankings, self.largest), best
         ranked = self._rankings * best
         self._input = TransferBuffer(1 + WORDS_PER_ROW * self._rankings, device)
         self._output = TransferBuffer(ranked + -(-ranked // 2), device)
 
     def captures(self, rows: int) -> bool:
-        return self._capture is not None and rows <= self.largest
+        return self._captured is not None and rows <= self.largest
 
     def size_for(self, rows: int) -> int:
         """Return the number of rows to which a pass over ``rows`` rows must be padded."""
@@ -54,7 +55,8 @@ class RankingPasses:
 
     def forget(self) -> None:
         """Release all captured passes."""
-        self._captured.clear()
+        if self._captured:
+            self._captured.clear()
 
     def run(self, shape: Shape, words: list[int], rankings: int, rank: Callable[[torch.Tensor], TopTokens]) -> Ranked:
         """Return the first ``rankings`` that ``rank`` computes from ``words``.
@@ -66,37 +68,35 @@ class RankingPasses:
         if self.captures(shape[1]):
             self._input.host[:number] = given
             self._input.send(number)
-            if run := self._run_of(shape, lambda: self._write(rank(self._input.device[:number]))):
-                run()
-                return self._wait(rankings)
+            captured = self._captured_run(shape, lambda: self._write(rank(self._input.device[:number])))
+            if captured and captured.run:
+                captured.run()
+                return self._wait(rankings, captured.output)
         tokens, probs = (part[:rankings].cpu().numpy() for part in rank(given.to(self._device)))
         return tokens, probs
 
-    def _run_of(self, shape: Shape, run: Run) -> Run | None:
-        """Return a pass as captured; None if memory is short, or always if it can't be captured."""
-        captured = self._captured.get(shape)
-        if captured is None or captured.is_due():
-            assert self._capture is not None
-            captured = self._captured[shape] = CapturedRun()
-            try:
-                captured.capture(self._capture, run)
-            except Exception as error:  # model code that cannot be captured may raise any error
-                if not is_out_of_memory(error):
-                    self._capture = None
-        return captured.run
+    def _captured_run(self, shape: Shape, compute: Callable[[], int]) -> CapturedRun[int] | None:
+        """Return a pass as captured; from now on None for all passes if it can't be captured."""
+        assert self._captured is not None
+        try:
+            return self._captured.of(shape, compute)
+        except Exception:  # model code that cannot be captured may raise any error
+            self._captured = None
+        return None
 
-    def _write(self, ranked: TopTokens) -> None:
-        rows, self._best = ranked[0].shape
+    def _write(self, ranked: TopTokens) -> int:
+        rows, best = ranked[0].shape
         for part, values in zip(self._parts_of(self._output.device), ranked, strict=True):
-            part[:rows, : self._best].copy_(values)
+            part[:rows, :best].copy_(values)
+        return best
 
-    def _wait(self, rankings: int) -> Ranked:
+    def _wait(self, rankings: int, best: int | None) -> Ranked:
         self._clock.start()
         self._output.fetch(len(self._output.host))
         self._clock.stop()
         self._clock.seconds()  # waits
-        tokens, probs = (part[:rankings, : self._best].numpy().copy() for part in self._parts_of(self._output.host))
+        tokens, probs = (part[:rankings, :best].numpy().copy() for part in self._parts_of(self._output.host))
         return tokens, probs
 
     def _parts_of(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return rankings_in(words, self._rankings, self._max_best)
+        return rankings_in(words, self._rankings, self._best)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from functools import partial
+from itertools import product, zip_longest
+from math import prod
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +25,7 @@ from hdtool.runtime.core.engine_interface import LOGITS_ONLY, PassOptions, Verif
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.engines.backend import RunningPass
 from hdtool.runtime.engines.capture import Capture, Run
-from hdtool.runtime.engines.cuda.cuda_graphs import CapturedRun, is_out_of_memory, note_uncaptured
+from hdtool.runtime.engines.cuda.cuda_graphs import CapturedRun, CapturedRuns
 from hdtool.runtime.engines.steps import StepOutput, StepPass
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import MAX_RANKED
@@ -67,6 +69,9 @@ RECORDED_ROWS = 512
 UNUSED = DraftTree.bare(0)
 """Tree in the slots that a step leaves out: all the same, so that they need few experts of a mixture."""
 
+Steps = CapturedRuns[tuple[int, int, int], StatesOfTree | None]
+"""Captured steps by slots, rows and extent, which return the states that they write."""
+
 
 class StaticSteps:
     """Captures and replays the steps of one model.
@@ -79,10 +84,12 @@ class StaticSteps:
         """Prepare to capture ``used``; reserve ``reserved`` positions per cache unless ``used.reads_extent`` is set."""
         self._pass, self._capture, self._device, self._reserved = used, capture, device, reserved
         self._clock = DeviceClock(device)
-        self._steps: WeakKeyDictionary[KVTensors, dict[tuple[int, int, int], _Step]] = WeakKeyDictionary()
-        """Captured steps by cache storage, then by slots, rows and extent."""
-        self._buffers: dict[int, _Buffers] = {}
-        """Buffers by the number of slots they hold: a power of two, since they are large and should be few."""
+        self._steps: WeakKeyDictionary[KVTensors, Steps] = WeakKeyDictionary()
+        """Captured steps by cache storage."""
+        self._rankings = CapturedRuns[int, None](capture)
+        """Captured rankings of the logits in the buffers, by number of rows."""
+        self._buffers: list[_Buffers] = []
+        """Buffers, the smallest first. A step uses the smallest that hold its rows, and only larger ones are added."""
         self._running: RunningPass | None = None
         """The last step that was started, while the buffers hold its results."""
 
@@ -94,8 +101,8 @@ class StaticSteps:
     def forget(self) -> None:
         """Release all captured steps; each is captured again when next used."""
         self._finish_running()
-        self._steps.clear()
-        self._buffers.clear()
+        for kept in (self._steps, self._rankings, self._buffers):
+            kept.clear()
 
     def capacity_for(self, needed: int, limit: int | None, slots: int = 1) -> int:
         """Return the capacity per slot for ``needed`` positions: one of a few values, so that steps can be reused."""
@@ -108,10 +115,11 @@ class StaticSteps:
 
     def record(self, cache: Cache) -> None:
         """Capture the steps over the first slots of a cache ahead of time, so that no answer waits for them."""
-        for slots in padded_numbers(len(cache.slots)):
-            for rows in RECORDED:
-                if slots == 1 or slots * rows <= RECORDED_ROWS:
-                    self.prepared(cache, [DraftTree.of(0, [0] * (rows - 1), [ROOT] * (rows - 1))] * slots)
+        shapes = product(padded_numbers(len(cache.slots)), RECORDED)
+        for slots, rows in sorted(shapes, key=prod, reverse=True):  # all use the buffers of the largest
+            if slots == 1 or slots * rows <= RECORDED_ROWS:
+                tree = DraftTree.of(0, [0] * (rows - 1), [ROOT] * (rows - 1))
+                self.prepared(cache, [tree] * slots, PassOptions(max_ranked=1))
 
     @property
     def holds_results(self) -> bool:
@@ -137,9 +145,8 @@ class StaticSteps:
         self._finish_running()
         rows = STEP_SIZES[bisect_left(STEP_SIZES, max(map(len, trees)) + 1)]
         slots = cache.slots[: self._padded(cache, len(trees), rows)]
-        room = 1 << (len(slots) - 1).bit_length()
-        buffers = self._buffers.get(room) or _Buffers(self._device, room)
-        self._buffers[room] = buffers
+        number = len(slots) * rows
+        buffers = self._buffers_for(number)
         extent = 0
         if self._pass.reads_extent:
             extent = min(extent_for(max(slot.kv.length for slot in slots) + rows), cache.capacity)
@@ -149,17 +156,25 @@ class StaticSteps:
             if tree is None:
                 slot.kv.settle()  # the step writes where the pending move would read
                 buffers.input.leave_out(place, rows)
-        steps = self._steps.setdefault(cache.storage, {})
-        shape = len(slots), rows, extent
-        step = steps.get(shape)
-        if step is None or step.is_due():
+
+        def prepare_capture() -> None:
             for slot in slots:  # capturing runs the step, which would overwrite the accepted path
                 slot.kv.settle()
             buffers.input.send(len(slots), rows)
-            step = steps[shape] = self._captured(buffers, cache.storage, *shape)
-        if (run := step.run) is None:
+
+        shape, steps = (len(slots), rows, extent), self._steps.setdefault(cache.storage, Steps(self._capture))
+        step = steps.of(shape, partial(self._compute, buffers, cache.storage, *shape), prepare_capture)
+        if step.run is None:
             return None
-        return lambda: self._run(step, run, buffers, slots, trees, rows, options)
+        rank: Run | None = partial(buffers.rank, number) if options.max_ranked else None
+        if rank and not step.output:  # recurrent states stay in memory that another graph may overwrite
+            rank = self._rankings.of(number, rank).run
+        return lambda: self._run(step, rank, buffers, slots, trees, rows, is_root_read=options.root)
+
+    def _buffers_for(self, rows: int) -> _Buffers:
+        if not self._buffers or self._buffers[-1].rows < rows:
+            self._buffers.append(_Buffers(self._device, max(RECORDED[-1], 1 << (rows - 1).bit_length())))
+        return next(buffers for buffers in self._buffers if buffers.rows >= rows)
 
     def _padded(self, cache: Cache, trees: int, rows: int) -> int:
         """Return the number of slots in the step that verifies this many trees.
@@ -173,14 +188,16 @@ class StaticSteps:
 
     def _run(
         self,
-        step: _Step,
-        run: Run,
+        step: CapturedRun[StatesOfTree | None],
+        rank: Run | None,
         buffers: _Buffers,
         slots: Sequence[Slot],
         trees: Sequence[DraftTree],
         rows: int,
-        options: PassOptions,
+        *,
+        is_root_read: bool,
     ) -> RunningPass:
+        assert step.run
         used = slots[: len(trees)]  # the others have no pending moves
         for place, slot in enumerate(used):
             if slot.kv.pending_move:
@@ -191,48 +208,33 @@ class StaticSteps:
             buffers.input.send(len(slots), rows)
             for slot in used:
                 slot.kv.begin_move()
-            run()
+            step.run()
             for place, slot in enumerate(used):
                 slot.kv.end_move()
-                slot.hold_states(step.states, place)
-            collect = buffers.received(len(slots), rows, options)
+                slot.hold_states(step.output, place)
+            if rank:
+                rank()
+            collect = buffers.received(len(slots), rows, is_ranked=rank is not None, is_root_read=is_root_read)
         finally:  # the next step waits for this one even if an interrupt has left it to the device
             self._clock.stop()
         running.results = [collect(place * rows, len(tree) + 1) for place, tree in enumerate(trees)]
         return running
 
-    def _captured(self, buffers: _Buffers, storage: KVTensors, slots: int, rows: int, extent: int) -> _Step:
-        inputs, step = buffers.input.tensors(slots, rows), _Step()
-
-        def run() -> None:
-            output = self._pass.run(inputs, storage, extent)
-            buffers.write(output)
-            step.states = output.states
-
-        try:
-            step.capture(self._capture, run)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            note_uncaptured()
-        return step
-
-
-class _Step(CapturedRun):
-    """A captured step, and the states it writes."""
-
-    states: StatesOfTree | None = None
-    """Recurrent states after each row, which each replay overwrites."""
+    def _compute(
+        self, buffers: _Buffers, storage: KVTensors, slots: int, rows: int, extent: int
+    ) -> StatesOfTree | None:
+        output = self._pass.run(buffers.input.tensors(slots, rows), storage, extent)
+        buffers.write(output)
+        return output.states
 
 
 class _Buffers:
-    """Input and output buffers at fixed addresses, for steps over up to ``slots`` slots."""
+    """Input and output buffers at fixed addresses, for steps over up to ``rows`` rows of all slots."""
 
-    def __init__(self, device: torch.device, slots: int) -> None:
-        self.input = StepInput(device, slots)
-        self._rows = slots * (LARGEST_TREE + 1)
-        words = self._rows * (2 + MAX_RANKED + MAX_RANKED // 2)
-        self._outcome = TransferBuffer(words, device)
+    def __init__(self, device: torch.device, rows: int) -> None:
+        self.rows = rows
+        self.input = StepInput(device, rows, 1)
+        self._outcome = TransferBuffer(rows * (2 + MAX_RANKED + MAX_RANKED // 2), device)
         """Results that are copied to the host together, hence in one contiguous tensor.
 
         First the argmax of each row, then whether its logit is finite, then the rankings: tokens and their logits.
@@ -246,9 +248,9 @@ class _Buffers:
         """Copy a pass's outputs to the buffers, which the first call allocates."""
         logits, hidden, _ = output
         if self._logits is None:
-            self._logits = logits.new_zeros((self._rows, logits.shape[1]))
+            self._logits = logits.new_zeros((self.rows, logits.shape[1]))
         if hidden is not None and self._hidden is None:
-            self._hidden = hidden.new_zeros((self._rows, hidden.shape[-1]))
+            self._hidden = hidden.new_zeros((self.rows, hidden.shape[-1]))
         rows = len(logits)
         self._logits[:rows].copy_(logits)
         tokens, finite = self._outcome.device[: 2 * rows].view(2, rows)
@@ -257,23 +259,25 @@ class _Buffers:
         if hidden is not None and self._hidden is not None:
             self._hidden[:rows].copy_(hidden.flatten(0, 1))
 
-    def received(self, slots: int, rows: int, options: PassOptions) -> Callable[[int, int], Verified]:
+    def rank(self, rows: int) -> None:
+        """Rank ``MAX_RANKED`` tokens in each of the first rows, so that one captured function serves all options."""
+        assert self._logits is not None
+        best = self._logits[:rows].topk(min(MAX_RANKED, self._logits.shape[1]))
+        tokens, scores = rankings_in(self._outcome.device[2 * rows :], rows, best.indices.shape[1])
+        tokens.copy_(best.indices)
+        scores.copy_(best.values)
+
+    def received(self, slots: int, rows: int, *, is_ranked: bool, is_root_read: bool) -> Callable[[int, int], Verified]:
         """Start copying results to the host; return a function that reads the results of some rows.
 
-        The function takes the index of the first row and the number of rows. Rankings are not part of the captured
-        step, because each number of ranked tokens would need a step of its own. The host launches the few ranking
-        kernels while the device computes the pass.
+        The function takes the index of the first row and the number of rows.
         """
         assert self._logits is not None
-        logits, number, end = self._logits, slots * rows, 2 * slots * rows
-        if k := min(options.max_ranked, MAX_RANKED, logits.shape[1]):
-            end += number * k + -(-number * k // 2)
-            best = logits[:number].topk(k)
-            kept = rankings_in(self._outcome.device[2 * number :], number, k)
-            for part, best_part in zip(kept, (best.indices, best.values), strict=True):
-                part.copy_(best_part)
+        logits, number = self._logits, slots * rows
+        k = min(MAX_RANKED, logits.shape[1]) if is_ranked else 0
+        end = number * (2 + k) + -(-number * k // 2)
         self._outcome.fetch(end)
-        roots = self._roots_on_host(slots, rows) if options.root else None
+        roots = self._roots_on_host(slots, rows) if is_root_read else None
         tokens, finite = self._outcome.host[: 2 * number].view(2, number).numpy()
         ranked, scores = (part.numpy() for part in rankings_in(self._outcome.host[2 * number :], number, k))
 
