@@ -167,7 +167,7 @@ class StaticSteps:
         if step.run is None:
             return None
         rank: Run | None = partial(buffers.rank, number) if options.max_ranked else None
-        if rank and not step.output:  # recurrent states stay in memory that another graph may overwrite
+        if rank and step.output is None:  # recurrent states stay in memory that another graph may overwrite
             rank = self._rankings.of(number, rank).run
         return lambda: self._run(step, rank, buffers, slots, trees, rows, is_root_read=options.root)
 
