@@ -69,14 +69,9 @@ class HiddenStates:
             parts = [hidden, *(self._layer_outputs[layer] for layer in self.layers)]
             self.last_pass = torch.cat(parts, dim=-1) if len(parts) > 1 else hidden
 
-    def rows_of(self, slot: int) -> torch.Tensor:
-        """Return the hidden states of one slot in the last pass, shape ``[tokens, width]``."""
-        assert self.last_pass is not None
-        return self.last_pass[slot]
-
     def slot_rows(self, slot: int, rows: int) -> torch.Tensor | None:
         """Return the hidden states of the first ``rows`` tokens of one slot in the last pass; None if not recorded."""
-        return self.rows_of(slot)[:rows] if self.is_watched else None
+        return self.last_pass[slot, :rows] if self.is_watched and self.last_pass is not None else None
 
 
 class Recorder:

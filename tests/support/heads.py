@@ -64,9 +64,9 @@ def random_kind(config: HeadsConfig, shape: HeadsShape = SHAPE, seed: int = 0, s
 
 def random_for(target: Target, config: HeadsConfig, seed: int = 0, size: float = 0.3) -> SavedHeads:
     """Create random heads for a target, with a static tree."""
-    target.watch_hidden()
+    columns = target.watch_hidden()
     every = replace(config, draft_vocabulary=None)
-    like = new_heads(target.model, target.hidden.rows_of(0).shape[-1], target.config.vocab_size, every)
+    like = new_heads(target.model, columns.stop - columns.start, target.config.vocab_size, every)
     paths = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [2]]
     judged = EvalResult(
         tree=[path for path in paths if len(path) <= config.heads], gains=[0.9**n for n in range(len(paths))]
