@@ -28,7 +28,7 @@ import jsonschema
 import openai
 
 from tests.benchmarks.laboratory import parser_of
-from tests.server.test_agents import CHAT, CLAUDE_CODE, CLINE, CODEX, CONTINUE, MESSAGES, NEXT, OPENCODE, RESPONSES
+from tests.server.agents import CHAT, CLAUDE_CODE, CLINE, CODEX, CONTINUE, MESSAGES, NEXT, OPENCODE, RESPONSES
 from tests.support.server import RunningServer
 
 Row = dict[str, Any]

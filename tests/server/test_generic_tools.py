@@ -27,7 +27,7 @@ from hdtool.runtime.integrations.server.preparation import Preparer
 from hdtool.runtime.integrations.server.requests import ChatRequest, template_messages
 from hdtool.runtime.target.load import load, load_tokenizer
 from tests.server.plain import plain_ids
-from tests.server.test_late_instructions import ALTERNATING, TURNS
+from tests.server.templates import ALTERNATING, TURNS
 from tests.support.server import ALWAYS_DRAFTS, RunningServer
 
 if TYPE_CHECKING:  # imported by the worker that uses it, as that takes seconds
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # imported by the worker that uses it, as that takes seconds
 
 Row = dict[str, Any]
 USERS_FIRST = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + ALTERNATING
-DROPPING = TURNS.replace("in messages", "in messages if message.role != 'system'")
+NO_SYSTEM = TURNS.replace("in messages", "in messages if message.role != 'system'")
 WITH_TOOLS = "{{ tools | tojson if tools }}" + TURNS
 
 
@@ -111,7 +111,7 @@ def test_calls_and_results_are_text_of_the_assistant_and_of_a_user(tokenizer: Pr
     assert all(json.dumps(one["function"], ensure_ascii=False) in tool_prompt(TOOLS).splitlines() for one in TOOLS)
 
 
-@pytest.mark.parametrize("template", [TURNS, ALTERNATING, USERS_FIRST, DROPPING])
+@pytest.mark.parametrize("template", [TURNS, ALTERNATING, USERS_FIRST, NO_SYSTEM])
 @pytest.mark.parametrize("tools", [TOOLS, []], ids=["tools", "no tools"])
 @pytest.mark.parametrize("start", [0, 1], ids=["instructions", "no instructions"])
 def test_a_conversation_keeps_its_beginning_as_it_grows(

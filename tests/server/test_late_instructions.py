@@ -11,22 +11,7 @@ from hdtool.data.chat import conversation_text
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.integrations.server.instructions import takes_late_instructions, with_early_instructions
 from hdtool.runtime.target.load import load_tokenizer
-
-TURNS = "{% for message in messages %}{{ '<' + message.role + '>' + message.content }}{% endfor %}"
-FIRST_ONLY = (
-    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
-    "{{ raise_exception('the system comes first') }}{% endif %}"
-    "{{ '<' + message.role + '>' + message.content }}{% endfor %}"
-)
-ALTERNATING = (
-    "{% set turns = messages[1:] if messages[0].role == 'system' else messages %}{% for message in turns %}"
-    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns alternate') }}{% endif %}"
-    "{{ '<' + message.role + '>' + message.content }}{% endfor %}"
-)
-DROPPING = (
-    "{% for message in messages %}{% if message.role != 'system' or loop.first %}"
-    "{{ '<' + message.role + '>' + message.content }}{% endif %}{% endfor %}"
-)
+from tests.server.templates import ALTERNATING, DROPPING, FIRST_ONLY, TURNS
 
 
 def said(*turns: str) -> list[dict[str, Any]]:
