@@ -29,23 +29,23 @@ class DrawnTrees(WrappedDrafter):
     def __init__(self, drafter: Drafter, tokenizer: Any) -> None:
         super().__init__(drafter)
         self._tokenizer = tokenizer
-        self._tree = DraftTree.bare(0)
+        self._tree: DraftTree | None = None
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        self._tree = super().draft(context)
-        return self._tree
+        self._tree = tree = super().draft(context)
+        return tree
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
-        print(f"after {self._tokenizer.decode([self._tree.root])!r}:", *self._lines(accepted), sep="\n")
+        if self._tree is not None:  # the pass over the prompt verifies none
+            print(f"after {self._tokenizer.decode([self._tree.root])!r}:", *self._lines(self._tree, accepted), sep="\n")
         super().observe(accepted, verified)
 
-    def _lines(self, accepted: Accepted, parent: int = ROOT, depth: int = 1) -> Iterator[str]:
-        tree = self._tree
+    def _lines(self, tree: DraftTree, accepted: Accepted, parent: int = ROOT, depth: int = 1) -> Iterator[str]:
         for node in (node for node in range(len(tree)) if tree.parents[node] == parent):
             mark = "*" if node in accepted.path else " "
             text = f"{mark} {'  ' * depth}{self._tokenizer.decode([int(tree.tokens[node])])!r}"
             yield f"{text:40}{SourceId(int(tree.sources[node])).name.lower()}"
-            yield from self._lines(accepted, node, depth + 1)
+            yield from self._lines(tree, accepted, node, depth + 1)
 
 
 def main() -> None:
