@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 DEMO_MODEL_OPTION = Option(
     Panel.MODEL,
-    f"{SMOLLM2}, {EMBEDDED}, or a folder, hub name or GGUF file of your own model, which drafts from its stores if it "
-    f"has any. {SMOLLM2}: SmolLM2-135M-Instruct of the package {demo_files.PACKAGE}; {EMBEDDED}: a toy that ships with "
-    f"hdtool. Default: {SMOLLM2} if installed.",
+    f"{SMOLLM2}, {EMBEDDED}, or your own. {SMOLLM2}: SmolLM2-135M-Instruct of the package {demo_files.PACKAGE}; "
+    f"{EMBEDDED}: a toy that ships with hdtool. Your own is a folder, a hub name or a GGUF file, and drafts from its "
+    f"stores if it has any. Default: {SMOLLM2} if installed.",
 )
 DEMO_MODEL_OPTIONS = only("model", "device", "activations").described(model=DEMO_MODEL_OPTION).as_argument()
 WARM_UP_TOKENS = 16
@@ -42,7 +42,7 @@ def demo(
     decoding: Annotated[DecodeConfig, only("method", "max_new_tokens", max_new_tokens=128)],
     loading: Annotated[ModelConfig, DEMO_MODEL_OPTIONS],
 ) -> int:
-    """Compare drafting with plain decoding on a demo model or your own.
+    """Compare drafting with plain decoding on a model.
 
     Answers a few prompts by plain decoding and with drafting, up to three times in turn. The text is the same. The
     demo's stores contain no answer to them. The last lines tell what drafting brings from what hdtool's compiled layers

@@ -263,7 +263,7 @@ class ServerConfig(Settings, panel=Panel.SERVER):
         "environment, else none.",
     )
     served_model_name: str | None = setting(None, "Name of the model in requests. Default: MODEL.")
-    page: bool = setting(True, "Answer GET / with a page to chat on, which shows what was drafted.")
+    page: bool = setting(True, "Serve a page to chat on. It is at /, and shows what was drafted.")
     max_waiting: int = rare_setting(
         256, "Maximum number of answers that wait for a place; more are refused with status 503.", min_value=1
     )

@@ -57,7 +57,6 @@ def test_the_most_similar_word_is_meant(word: str, known: tuple[str, ...], hint:
         ("serve --engine vlm", "vllm"),
         ("serve --log-format jsn", "json"),
         ("export embedded --to sglan --out drafting", "sglang"),
-        ("demo smolm2", "smollm2"),
         ("stores remov", "remove"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import redirect_stderr
 from io import StringIO
 
-from hdtool.data.progress import progress_bar
+from hdtool.data.progress import progress_bar, show_bars
 
 
 class Terminal(StringIO):
@@ -18,6 +18,7 @@ class Terminal(StringIO):
 
 
 def test_a_bar_names_what_it_counts() -> None:
+    show_bars(True)  # a command of an earlier test may have hidden them
     with redirect_stderr(Terminal()) as terminal:
         with progress_bar(4, "corpus index", unit="texts") as shown:
             shown.to(4)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from hdtool.builders.stores.build import BUILDS
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, OptionError, ServeError, StoreError, install_command
@@ -208,8 +209,7 @@ def test_a_tenants_stores_are_built_where_the_server_finds_them(
     def build(folder: Path, *arguments: object, **options: object) -> None:
         raise StoreError(f"would be built at {folder}")
 
-    monkeypatch.setattr("hdtool.builders.stores.build.build_model_store", build)
-    monkeypatch.setattr("hdtool.builders.stores.build.build_corpus_index", build)
+    monkeypatch.setitem(BUILDS, kind, build)
     run([*command.split(), str(demo.PROMPTS), "--namespace", "acme", "--quiet"])
     place = model_store_at_home(DEMO, mark, "acme") if kind == "model" else corpus_index_at_home(mark, "acme")
     assert capsys.readouterr().err.splitlines()[-1] == f"error: would be built at {place}"
