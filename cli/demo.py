@@ -101,7 +101,7 @@ def _chosen_model(loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path
     Raises ModelError if SmolLM2's package is missing.
     """
     model = loading.model
-    if model not in (None, *demo_files.NAMES) or Path(str(model)).exists():
+    if model is not None and (model not in demo_files.NAMES or Path(model).exists()):
         return loading, StoresConfig(), demo_files.QUESTIONS
     file = demo_files.smollm2_file()
     if model == EMBEDDED or (model is None and not file):

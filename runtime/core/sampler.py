@@ -140,6 +140,12 @@ class Sampler:
         self.overflowed = False
         """True if the highest logit of any row used so far was NaN or infinite."""
 
+    def read_all_logits(self) -> None:
+        """Choose each token by ``choose_processed``, for samplers that do more than choose with all logits of a row."""
+        self.chooses_by_argmax = self.takes_the_only_token = self.draws_by_row = False
+        self.only_mask = self.draws = None
+        self.max_ranked = 0
+
     def take(self, token: int, stops: Container[int] = ()) -> bool:
         """Append an emitted token to the context; return True if it ends the answer, as the tokens in ``stops`` do."""
         self.context.append(token)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
@@ -29,7 +28,7 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.draws import NOT_FINITE
 from hdtool.runtime.core.prefix_cache import PrefixCache
-from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sampler import Sampler, seed_of
 from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.core.session import Session
 from hdtool.runtime.drafters.deferred import deferred
@@ -92,7 +91,7 @@ STREAMER_ERROR = (
 )
 STOP_STRINGS_ERROR = (
     "hdtool cannot decode this call of generate: stop_strings are given, but transformers does not pass the tokenizer "
-    "on to custom_generate: make the Generator by Generator.drafting(tokenizer), or give "
+    "on to custom_generate: make the Generator by Generator.drafting(tokenizer) or Generator(tokenizer=…), or give "
     "stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)]"
 )
 SINGLE_DRAFTER_ERROR = (
@@ -138,8 +137,7 @@ class Generator:
         its earlier answers are used to draft the new answer.
 
         Without a ``seed``, each sampled call draws a seed from torch's generator, so ``torch.manual_seed`` makes a
-        program reproducible. Row ``i`` of a batch uses the seed plus ``i``, so the seeds of two calls should be
-        at least a batch apart.
+        program reproducible. Each row of a batch has a seed derived from it; the first row has this one.
         """
         self._make = drafters or partial(_drafters_of, drafter)
         self._seed = seed
@@ -224,11 +222,13 @@ class Generator:
             raise UnsupportedCallError(STREAMER_ERROR)
         first_seed, predictions = self._seed_for(requests[0], seed), predictions_of(prediction, len(requests))
         # The loop itself limits the length, to tell an answer that reached the limit from one that stopped.
-        applied_by_loop = (MaxLengthCriteria, EosTokenCriteria)
-        criteria = StoppingCriteriaList(each for each in stopping_criteria if type(each) not in applied_by_loop)
-        ends = [each.eos_token_id.tolist() for each in stopping_criteria if type(each) is EosTokenCriteria]
+        criteria = StoppingCriteriaList(each for each in stopping_criteria if type(each) is not MaxLengthCriteria)
         if stop_strings:
             criteria.append(self._stop_criterion(stop_strings))
+        ends: list[int] = []
+        if all(type(each) is EosTokenCriteria for each in criteria):  # other criteria see the tokens that end answers
+            ends = [token for each in criteria for token in each.eos_token_id.tolist()]
+            criteria.clear()
         with self._calls.held(), _prepared(model):
             rows = []
             for number, request in enumerate(requests):
@@ -236,9 +236,11 @@ class Generator:
                 processors = _processors_of_row(logits_processor, number, len(requests))
                 if guide:
                     processors.insert(0, GrammarProcessor(guide))
-                sampler = _Recorder(request, processors, (first_seed + number) % 2**63, input_ids.device, criteria)
+                sampler = _Recorder(
+                    request, processors, seed_of(first_seed, number) % 2**63, input_ids.device, criteria
+                )
                 predicted = self._rollouts.prediction(request.prompt, predictions[number])
-                plan = AnswerPlan(request.prompt, sampler, request.max_new_tokens, frozenset(chain(*ends)), guide)
+                plan = AnswerPlan(request.prompt, sampler, request.max_new_tokens, frozenset(ends), guide)
                 rows.append(_Row(request, sampler, plan, predicted))
             for row, step in self._steps(model, rows):
                 row.output += step.tokens
@@ -349,8 +351,7 @@ class _Recorder(Sampler):
         self.scores_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_scores else None
         self.logits_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_logits else None
         if request.wants_scores or request.wants_logits:
-            self.chooses_by_argmax = self.takes_the_only_token = False
-            self.only_mask = self.draws = None
+            self.read_all_logits()
 
     def chooser(self, logits: torch.Tensor, **known: Any) -> Callable[[int], int]:
         return super().chooser(logits.to(self.device), **known)

@@ -42,7 +42,7 @@ class OneByOne(Sampler):
 
     def __init__(self, config: SamplingConfig, context: list[int]) -> None:
         super().__init__(config, context)
-        self.draws, self.max_ranked, self.draws_by_row = None, 0, False
+        self.read_all_logits()
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
         probabilities = self.scores(logits[row]).softmax(dim=-1).numpy()

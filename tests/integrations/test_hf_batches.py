@@ -10,6 +10,7 @@ from transformers import LogitsProcessorList, TextStreamer
 
 from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.core.sampler import seed_of
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.integrations.generate_request import UnsupportedCallError
 from hdtool.runtime.integrations.hf_generate import Generator
@@ -59,7 +60,7 @@ def test_a_sampled_row_is_the_answer_to_its_prompt_with_its_seed() -> None:
     rows = model.generate(prompt, **options, num_return_sequences=4, custom_generate=generator, seed=5)
     assert rows.shape == (4, 12 + MAX_NEW_TOKENS)
     for row in range(4):
-        alone = model.generate(prompt, **options, custom_generate=Generator(), seed=5 + row)
+        alone = model.generate(prompt, **options, custom_generate=Generator(), seed=seed_of(5, row) % 2**63)
         assert torch.equal(rows[row], alone[0])
     assert len({tuple(row) for row in rows.tolist()}) == 4
 

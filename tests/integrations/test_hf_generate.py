@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, Thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -46,6 +46,7 @@ from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.target.target import Target
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
+from tests.support.rehearsed import Rehearsed
 from tests.support.trees import WrongDrafter
 
 PROMPT = prompt_of(20)
@@ -373,6 +374,35 @@ def test_scores_and_logits_are_those_of_generate() -> None:
         assert not any(kept.is_inference() for kept in ours)
     bare = ask(model, custom_generate=Generator(), return_dict_in_generate=True)
     assert (bare.scores, bare.logits) == (None, None)
+
+
+def test_other_criteria_see_the_token_that_ends_an_answer() -> None:
+    class Seen(StoppingCriteria):
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: Any) -> torch.BoolTensor:
+            last.append(int(input_ids[0, -1]))
+            return cast(torch.BoolTensor, torch.zeros(len(input_ids), dtype=torch.bool))
+
+    model: Any = model_of("llama")
+    last: list[int] = []
+    answer = ask(model)[0, len(PROMPT) :].tolist()
+    for generator in (None, Generator()):
+        last.clear()
+        ask(model, stopping_criteria=[Seen()], eos_token_id=answer[3], custom_generate=generator)
+        assert last == answer[: answer.index(answer[3]) + 1]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8}, {"top_p": 0.9}, {"top_k": 4}], ids=str)
+def test_captured_steps_record_all_scores(options: dict[str, Any]) -> None:
+    """Captured steps bring rows and rankings to the host, from which other samplers draw at once."""
+    model: Any = model_of("llama")
+    told: dict[str, Any] = {"do_sample": True, "top_k": 0, **options, "return_dict_in_generate": True}
+    expected = ask(model, custom_generate=Generator(seed=3), output_scores=True, output_logits=True, **told)
+    generator = Generator(seed=3)
+    generator._target = Target(model, lambda device: Rehearsed())
+    found = ask(model, custom_generate=generator, output_scores=True, output_logits=True, **told)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    for ours, theirs in ((found.scores, expected.scores), (found.logits, expected.logits)):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
 
 
 def test_rows_that_overflowed_are_not_recorded() -> None:
