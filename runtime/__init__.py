@@ -1,5 +1,5 @@
 """Answers to prompts (``answerer.py``, ``dialogues.py``, ``answer.py``) and their samplers, made with the subpackages,
 none of which but `integrations` imports a module from here.
 
-Imports only ``data`` from the rest of hdtool.
+Of the rest of hdtool, only ``data`` is imported.
 """

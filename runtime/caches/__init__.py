@@ -1,4 +1,4 @@
 """KV caches and recurrent states, kept between answers: slots for sequences, for each kind of layer.
 
-Imports only `runtime/core` and `runtime/kernels`.
+Imports only `data`, `runtime/core` and `runtime/kernels`.
 """

@@ -1,5 +1,5 @@
 """Backends that compute a model's passes: compiled code (`cpu`), captured steps (`cuda`) and stock code (`stock`).
 
-`backend` has their interface, and an engine that runs each pass by the first that accepts it. May import
-`runtime/core`, `runtime/caches`, `runtime/kernels`, `runtime/model` and `runtime/program`.
+`backend` has their interface, and an engine that runs each pass by the first that accepts it. Imports only
+`runtime/caches`, `runtime/core` and `runtime/model`.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -74,6 +75,16 @@ def test_a_file_says_what_it_is_and_imports_only_what_its_folder_may(path: Path)
     for own, forbidden in NOT_FOR.items():
         if f"{folder}/".startswith(f"{own}/"):
             assert not {name for name in found for other in forbidden if f"{name}/".startswith(f"{other}/")}
+
+
+@pytest.mark.parametrize("folder", sorted({str(path.parent.relative_to(ROOT)) for path in FILES}))
+def test_a_folder_imports_only_what_it_says(folder: str) -> None:
+    introduction = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text())) or ""
+    said = re.search(r"Imports\s+only ([^.]*)\.", introduction)
+    own = {name: path for name, path in MODULES.items() if path.parent == ROOT / folder}
+    found = {folder_of(other) for path in own.values() for other in imports(path) if other in MODULES} - {folder}
+    for other in found if said else ():
+        assert any(f"{other}/".startswith(f"{name}/") for name in re.findall("`([^`]+)`", said[1])), other
 
 
 def test_no_import_goes_round_in_a_circle() -> None:
