@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hdtool.data import demo
     from hdtool.data.errors import HdtoolError
     from hdtool.data.prompts import Grammar
+    from hdtool.runtime.answer_plan import sampler_for
     from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
     from hdtool.runtime.config.model import ModelConfig, SamplingConfig
     from hdtool.runtime.config.source_names import Source, register
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from hdtool.runtime.core.session import decode, decode_batch
     from hdtool.runtime.drafters.methods import drafter_for
     from hdtool.runtime.integrations.hf_generate import Generator
-    from hdtool.runtime.samplers import sampler_for
     from hdtool.runtime.stores.store_set import StoreSet, open_store
     from hdtool.runtime.target.load import load
 
@@ -71,7 +71,7 @@ _PLACES = {
     "load": "hdtool.runtime.target.load",
     "open_store": "hdtool.runtime.stores.store_set",
     "register": "hdtool.runtime.config.source_names",
-    "sampler_for": "hdtool.runtime.samplers",
+    "sampler_for": "hdtool.runtime.answer_plan",
 }
 """Module that defines each public name."""
 

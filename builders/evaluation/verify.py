@@ -12,13 +12,13 @@ from hdtool.builders.evaluation.contenders import DraftingContender, GenerateCon
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.errors import HdtoolError, error_reason
 from hdtool.data.prompts import Grammar
+from hdtool.runtime.answer_plan import compiler_for, plan_answer
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.model.placement import HIGHER_PRECISION, logits_after, logits_step_by_step, more_precise
 from hdtool.runtime.model.quantization import quantized_layers
-from hdtool.runtime.samplers import compiler_for, plan_answer
 from hdtool.runtime.target.load import Loaded
 
 

@@ -338,7 +338,7 @@ def processors_of(config: SamplingConfig) -> LogitsProcessorList:
 
     An option that is None adds no processor.
 
-    ``runtime/samplers.py`` makes the processors of ``generate``, which include the model's own settings.
+    ``runtime/answer_plan.py`` makes the processors of ``generate``, which include the model's own settings.
     """
     chosen = LogitsProcessorList()
     if config.repetition_penalty not in (None, 1.0):

@@ -23,6 +23,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Grammar
+from hdtool.runtime.answer_plan import AnswerPlan, meets
 from hdtool.runtime.config.decoding import HIERARCHIES, DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
@@ -37,8 +38,8 @@ from hdtool.runtime.engines.stock.stock_model import embedded_tokens
 from hdtool.runtime.generation.grammar import GrammarCompiler, GrammarProcessor, Guide
 from hdtool.runtime.integrations.generate_request import GenerateRequest, Rollouts, UnsupportedCallError, predictions_of
 from hdtool.runtime.kernels.compile_process import DRAFTER, start_compiling
-from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.placement import device_of
+from hdtool.runtime.model.refusals import refuse_by_configuration
 from hdtool.runtime.model.transformers_internals import (
     argument_of_generate,
     attention_of,
@@ -46,7 +47,6 @@ from hdtool.runtime.model.transformers_internals import (
     processor_of_row,
     use_masked_attention,
 )
-from hdtool.runtime.samplers import AnswerPlan, meets
 from hdtool.runtime.stores.library import Library
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, ends_of

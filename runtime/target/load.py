@@ -25,7 +25,6 @@ from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, pack_weights
-from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.lean_imports import collect_garbage_again
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.quantization import (
@@ -34,6 +33,7 @@ from hdtool.runtime.model.quantization import (
     quantization,
     require_libraries,
 )
+from hdtool.runtime.model.refusals import refuse_by_configuration
 from hdtool.runtime.model.transformers_internals import is_known_type, text_class
 from hdtool.runtime.target.int8_activations import NO_INT8, refuse_by_file, refuse_by_settings
 from hdtool.runtime.target.kept_proof import KeptProof, Proof, logits_hash, proof_of

@@ -21,7 +21,7 @@ from hdtool.runtime.engines.stock.facts import ModelFacts
 from hdtool.runtime.engines.stock.forward_lock import forward_lock
 from hdtool.runtime.engines.stock.stock_model import StockModel, embedded_tokens
 from hdtool.runtime.engines.stock.tree_passes import TreePasses
-from hdtool.runtime.model.families import context_limit, refuse_by_class, refuse_by_configuration
+from hdtool.runtime.model.refusals import context_limit, refuse_by_class, refuse_by_configuration
 from hdtool.runtime.model.transformers_internals import use_masked_attention
 from hdtool.runtime.model.weight_changes import ModelChanges
 from hdtool.runtime.weights.damaged_weights import refuse_damaged_model

@@ -14,13 +14,13 @@ from transformers import GenerationConfig
 
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError
+from hdtool.runtime.answer_plan import NEUTRAL_SETTINGS, generate_options, sampler_for
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.generation.settings import REFUSED_SETTINGS, generation_settings
-from hdtool.runtime.samplers import NEUTRAL_SETTINGS, generate_options, sampler_for
 from hdtool.runtime.target.load import Loaded, load
 from tests.support.decoding import answers_of
 

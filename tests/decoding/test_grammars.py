@@ -28,6 +28,7 @@ from transformers import (
 from hdtool.cli.app import run
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.prompts import Grammar, Prompt, grammar_of
+from hdtool.runtime.answer_plan import compiler_for
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
@@ -46,7 +47,6 @@ from hdtool.runtime.generation.grammar import GrammarCompiler, Guide, GuidedDraf
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.formats import TokenLogprobs
 from hdtool.runtime.integrations.server.logit_processors import LogprobRecorder
-from hdtool.runtime.samplers import compiler_for
 from hdtool.runtime.target.load import Loaded, load
 from tests.support.grammars import LARGE_GRAMMARS
 from tests.support.json_schemas import JSON_SCHEMAS

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Prompt, interleave_categories, read_prompts
+from hdtool.runtime.answer_plan import sampler_for
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
@@ -23,7 +24,6 @@ from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.samplers import sampler_for
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load

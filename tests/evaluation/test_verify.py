@@ -152,7 +152,7 @@ def test_plain_decoding_that_is_not_generates_is_found(small: Loaded, monkeypatc
     """A loop that ignores a setting of the model."""
     model: Any = small.target.model
     model.generation_config.suppress_tokens = [said(small)[5]]
-    monkeypatch.setattr("hdtool.runtime.samplers._processors_and_criteria", lambda *_: ((), ()))
+    monkeypatch.setattr("hdtool.runtime.answer_plan._processors_and_criteria", lambda *_: ((), ()))
     check, (explanation,) = verified(small)
     assert check.equals(Oracle.PLAIN)
     assert not check.equals(Oracle.GENERATE)

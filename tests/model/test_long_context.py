@@ -15,7 +15,7 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.engines.checks import long_context
 from hdtool.runtime.engines.checks.long_context import LongContext, long_contexts
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.model.families import context_limit
+from hdtool.runtime.model.refusals import context_limit
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, assert_lossless
 from tests.support.families import FAMILIES, SHAPE, VOCABULARY, model_of, random_model

@@ -8,11 +8,11 @@ from typing import Any
 from transformers import LogitsProcessor
 
 from hdtool.data.chat import encode_conversation
+from hdtool.runtime.answer_plan import plan_answer
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.session import decode_request
 from hdtool.runtime.generation.text_stream import text_of
-from hdtool.runtime.samplers import plan_answer
 from hdtool.runtime.target.load import Loaded
 
 

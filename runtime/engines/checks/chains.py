@@ -19,8 +19,8 @@ from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.engines.stock.chain_passes import ChainPasses
 from hdtool.runtime.engines.stock.facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel
-from hdtool.runtime.model.families import PLAIN, context_limit
 from hdtool.runtime.model.quantization import quantized_layers, refuse_dependent_rows
+from hdtool.runtime.model.refusals import PLAIN, context_limit
 from hdtool.runtime.model.transformers_internals import cache_in, first_logits
 
 MIN_CONTEXT, MAX_CONTEXT = 24, 288

@@ -22,8 +22,8 @@ from hdtool.runtime.engines.stock.recurrent_layers import RecurrentLayers, descr
 from hdtool.runtime.engines.stock.stock_model import StockModel
 from hdtool.runtime.engines.stock.tree_passes import TreePasses
 from hdtool.runtime.engines.stock.undescribed_mixers import AttentionInMixerError, Mixer, find_mixers
-from hdtool.runtime.model.families import refusal
 from hdtool.runtime.model.quantization import quantized_layers, refuse_dependent_rows
+from hdtool.runtime.model.refusals import refusal
 from hdtool.runtime.program.mixer_parts import MixerParts
 
 CONTEXT, FIRST_PART = 13, 5

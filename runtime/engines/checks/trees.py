@@ -20,7 +20,8 @@ from hdtool.runtime.engines.checks.recurrences import prove_recurrent_trees
 from hdtool.runtime.engines.stock.facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel
 from hdtool.runtime.engines.stock.tree_passes import TreePasses
-from hdtool.runtime.model.families import (
+from hdtool.runtime.model.quantization import measure_rounding, quantized_layers, refuse_dependent_rows
+from hdtool.runtime.model.refusals import (
     context_limit,
     deviation,
     refusal,
@@ -28,7 +29,6 @@ from hdtool.runtime.model.families import (
     refuse_trees,
     tells_prompts_from_answers,
 )
-from hdtool.runtime.model.quantization import measure_rounding, quantized_layers, refuse_dependent_rows
 from hdtool.runtime.model.transformers_internals import windows_only_the_cache
 
 

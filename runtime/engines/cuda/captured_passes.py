@@ -24,9 +24,9 @@ from hdtool.runtime.engines.cuda.library_attention import TreeAttention
 from hdtool.runtime.engines.cuda.static_steps import StaticSteps
 from hdtool.runtime.engines.reference.program_pass import ProgramPass
 from hdtool.runtime.engines.steps import StepOutput, StepPass
-from hdtool.runtime.model.families import context_limit, deviation
 from hdtool.runtime.model.pass_inputs import Mask
 from hdtool.runtime.model.placement import not_on_one_device_reason
+from hdtool.runtime.model.refusals import context_limit, deviation
 
 if TYPE_CHECKING:
     from hdtool.runtime.engines.capture import Capture

@@ -15,8 +15,8 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import StockBackend
 from hdtool.runtime.engines.stock.facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel
-from hdtool.runtime.model.families import rotary_switch
 from hdtool.runtime.model.pass_inputs import StepTensors, sent_step
+from hdtool.runtime.model.refusals import rotary_switch
 
 
 class TreePasses(StockBackend):

@@ -17,6 +17,7 @@ from hdtool.data.chat import (
 )
 from hdtool.data.errors import HdtoolError, lone_surrogate
 from hdtool.data.prompts import Grammar, grammar_of, prediction_of, tools_of
+from hdtool.runtime.answer_plan import AnswerPlan, compiler_for, plan_answer
 from hdtool.runtime.config.decoding import HIERARCHIES, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
@@ -43,7 +44,6 @@ from hdtool.runtime.integrations.server.requests import (
     template_messages,
 )
 from hdtool.runtime.integrations.server.scheduler import AnswerJob
-from hdtool.runtime.samplers import AnswerPlan, compiler_for, plan_answer
 from hdtool.runtime.target.load import Loaded
 
 MAX_GRAMMAR_CHARACTERS = 65_536
