@@ -145,23 +145,25 @@ def time_tree_passes(
     uses_own = batch == 1 and (target.captures or not unread) and _has_free_cache(target)
     cache = target.cache if uses_own else target.allocate(batch)  # steps captured for target.cache also serve answers
     context = some_context(length, target.config.vocab_size)
-    for slot in range(batch):
-        if unread:
-            cache.fill_unread(slot, context, LARGEST_TREE + 1)
-        else:
-            target.prefill(cache, slot, context, room=max(sizes))
     random = np.random.default_rng(0)
     rounds: list[list[float]] = []
-    while not rounds or not is_enough(len(rounds), time.perf_counter() - began):
-        rounds.append([])
-        for size in (sizes[0], *sizes):
-            slots = batch if target.pads else min(size + 1, batch)
-            nodes = [size] * slots if target.pads else [(size + 1 - slots + turn) // slots for turn in range(slots)]
-            trees = [_random_tree(target, n, random) for n in nodes]
-            before = target.log.seconds
-            target.verify(cache, trees)
-            rounds[-1].append(target.log.seconds - before)
-    cache.slots[0].cut(0)
+    try:
+        for slot in range(batch):
+            if unread:
+                cache.fill_unread(slot, context, LARGEST_TREE + 1)
+            else:
+                target.prefill(cache, slot, context, room=max(sizes))
+        while not rounds or not is_enough(len(rounds), time.perf_counter() - began):
+            rounds.append([])
+            for size in (sizes[0], *sizes):
+                slots = batch if target.pads else min(size + 1, batch)
+                nodes = [size] * slots if target.pads else [(size + 1 - slots + turn) // slots for turn in range(slots)]
+                trees = [_random_tree(target, n, random) for n in nodes]
+                before = target.log.seconds
+                target.verify(cache, trees)
+                rounds[-1].append(target.log.seconds - before)
+    finally:
+        cache.slots[0].cut(0)  # its keys may be unread
     return np.array(rounds)[:, 1:]
 
 

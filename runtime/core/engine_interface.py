@@ -25,7 +25,7 @@ class PassOptions(NamedTuple):
     wants_maxima: bool = False
     """Compute ``Verified.maxima``, which makes top-k faster."""
     max_ranked: int = 0
-    """Number of top tokens per row to return in ``Verified.ranked``, at most ``MAX_RANKED``."""
+    """Number of top tokens per row that ``Verified.ranked`` must have at least; at most ``MAX_RANKED``."""
     root: bool = False
     """Copy the root's logits to the host, into ``Verified.root``."""
 

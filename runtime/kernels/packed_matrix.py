@@ -311,7 +311,7 @@ def packed_int4(octets: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor
     out_features, half = octets.shape
     if half % (INT4.block_size // 2):
         return None
-    levels = _half_apart(octets.view(out_features, -1, 16) ^ 0x88)  # -8 becomes 0
+    levels = _half_apart(octets.reshape(out_features, -1, 16) ^ 0x88)  # -8 becomes 0
     return _packed(INT4, levels.view(out_features, -1), [scales, minima], group)
 
 

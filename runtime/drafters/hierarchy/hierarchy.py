@@ -229,15 +229,18 @@ class Hierarchy(Drafter, Uncopyable):
 
     def draft_many(self, drafters: Sequence[Hierarchy], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
         """Grow the trees of several ``Hierarchy`` drafters in one compiled call."""
+        began = time.perf_counter()
         max_nodes = [drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)]
         if not any(max_nodes):
             return [DraftTree.bare(context[-1]) for context in contexts]
         grown, started = np.zeros(len(max_nodes), np.int64), time.perf_counter()
         grow_all(np.array([drafter.address for drafter in drafters]), np.array(max_nodes), grown)
         drafting = [index for index, wanted in enumerate(max_nodes) if wanted]
-        seconds, sizes = (time.perf_counter() - started) / len(drafting), [0] * len(drafters)
+        ended, sizes = time.perf_counter(), [0] * len(drafters)
+        # In a batch, all else takes as long as growing small trees, so it counts as the cost of drafting, too.
+        cost = ended - (started if len(drafters) == 1 else began)
         for index in drafting:
-            drafters[index]._note_growing(seconds)
+            drafters[index]._note_growing((ended - started) / len(drafting), cost / len(drafting))
         budgets = [drafters[index].budget for index in drafting]
         probs = [drafters[index]._calibrated[: grown[index]] for index in drafting]
         for index, size in zip(drafting, choose_all_nodes(budgets, probs), strict=True):
@@ -261,14 +264,14 @@ class Hierarchy(Drafter, Uncopyable):
         self._drafts += 1
         return max_nodes
 
-    def _note_growing(self, seconds: float) -> None:
-        """Record the seconds spent on growing the tree, also for the budget."""
+    def _note_growing(self, seconds: float, cost: float) -> None:
+        """Record the seconds spent on growing the tree and, for the budget, what drafting it cost."""
         self._time.spend(seconds)
         if self._timed[0]:
             self._time.add_laps(self._laps)
             self._timed[0] = False
         # Include the time to learn from the last step, which only drafting needs.
-        self._cost.observe(seconds + self._learning_seconds)
+        self._cost.observe(cost + self._learning_seconds)
         self.budget.set_draft_seconds(self._cost.mean)
 
     def _verified_part(self, context: Sequence[int], size: int) -> DraftTree:

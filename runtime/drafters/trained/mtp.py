@@ -242,10 +242,12 @@ def _tensors_of(model: PreTrainedModel) -> list[str]:
 
     name, names = model.config.name_or_path, list[str]()
     folder = Path(name) if name and Path(name).is_dir() else cached_snapshot(name or "")
-    if folder and (listed := weight_map(folder, INDEXES[:1])):
+    files = weight_files(folder) if folder else None
+    listed = weight_map(folder, INDEXES[:1]) if folder and files else None
+    if files and listed and {*listed.values()} <= {file.name for file in files}:
         return list(listed)
     try:
-        for path in weight_files(folder) or () if folder else ():
+        for path in files or ():
             if path.suffix == ".safetensors":
                 with safe_open(path, framework="pt") as file:
                     names += file.keys()

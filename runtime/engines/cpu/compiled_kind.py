@@ -86,7 +86,7 @@ FIELDS = {
     "first": "mixer.inputs",
     "mixer_out": "mixer.out",
 }
-"""Fields of the matmuls with names in ``Family.factors``, where they have another name in a layer's record."""
+"""Fields of the matmuls with names in ``LayerKind.factors``, where they have another name in a layer's record."""
 
 
 def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[str, MatmulRows]:

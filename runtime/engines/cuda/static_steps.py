@@ -3,7 +3,8 @@
 A step moves the cache positions of accepted paths, verifies a tree in each of the first slots and computes the argmax
 at each node. There is one captured step for each tree size and number of slots: a power of two or all slots, so that a
 step may leave out the last ones. If passes read a fixed number of cache positions (the extent), there is one for each
-such number, too, and none leaves slots out.
+such number, too, and none leaves slots out. Rankings are captured by their number of rows, apart from steps; those of
+models with recurrent states are not, as another graph may overwrite the states, which are read after the step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hdtool.runtime.core.engine_interface import LOGITS_ONLY, PassOptions, Verif
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.engines.backend import RunningPass
 from hdtool.runtime.engines.capture import Capture, Run
-from hdtool.runtime.engines.cuda.cuda_graphs import CapturedRun, CapturedRuns
+from hdtool.runtime.engines.cuda.cuda_graphs import CapturedRun, CapturedRuns, is_out_of_memory
 from hdtool.runtime.engines.steps import StepOutput, StepPass
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import MAX_RANKED
@@ -86,7 +87,7 @@ class StaticSteps:
         self._clock = DeviceClock(device)
         self._steps: WeakKeyDictionary[KVTensors, Steps] = WeakKeyDictionary()
         """Captured steps by cache storage."""
-        self._rankings = CapturedRuns[int, None](capture)
+        self._rankings, self._captures_rankings = CapturedRuns[int, None](capture), True
         """Captured rankings of the logits in the buffers, by number of rows."""
         self._buffers: list[_Buffers] = []
         """Buffers, the smallest first. A step uses the smallest that hold its rows, and only larger ones are added."""
@@ -168,8 +169,18 @@ class StaticSteps:
             return None
         rank: Run | None = partial(buffers.rank, number) if options.max_ranked else None
         if rank and step.output is None:  # recurrent states stay in memory that another graph may overwrite
-            rank = self._rankings.of(number, rank).run
+            rank = self._captured_ranking(number, rank)
         return lambda: self._run(step, rank, buffers, slots, trees, rows, is_root_read=options.root)
+
+    def _captured_ranking(self, number: int, rank: Run) -> Run | None:
+        """Return the rankings of ``number`` rows as captured, or as they are where they cannot be captured."""
+        try:
+            return self._rankings.of(number, rank).run if self._captures_rankings else rank
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self._captures_rankings = False
+            return rank
 
     def _buffers_for(self, rows: int) -> _Buffers:
         if not self._buffers or self._buffers[-1].rows < rows:
