@@ -198,6 +198,19 @@ def test_both_columns_and_what_they_say(page: Page, server: ScriptedServer) -> N
     assert page.text(".turn:last-of-type .verdict").startswith("The texts differ from character 6 on.")
 
 
+def test_a_plain_answer_follows_the_messages_of_the_drafted_one(page: Page, server: ScriptedServer) -> None:
+    """The turn before them has failed, and is answered in between."""
+    server.refusal = (503, "ask again later")
+    ask(page, "First?")
+    ask(page, "Second?")
+    page.click(".turn .problem button")
+    page.wait_for(f"{IS_IDLE} && document.querySelector('.content').innerText === '{TEXT}'")
+    page.click(".turn:last-of-type .again")
+    page.wait_for(f"{IS_IDLE} && document.querySelectorAll('.answer').length === 3")
+    drafted, plain = server.asked[1], server.asked[-1]
+    assert drafted["messages"] == plain["messages"] == [{"role": "user", "content": "Second?"}]
+
+
 def test_keys_of_the_keyboard(page: Page, server: ScriptedServer) -> None:
     goes_on = threading.Event()
 
@@ -297,6 +310,27 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(connection: Connection, server:
     page.wait_for("!byId('key').hidden")
     assert page.run("sessionStorage.length") == 0
     assert not page.problems
+
+
+def test_the_poll_leaves_the_focus_where_it_is_while_a_key_is_asked_for(
+    connection: Connection, server: ScriptedServer
+) -> None:
+    server.key = "secret"
+    page = Page(connection)
+    page.open(server.url)
+    page.wait_for("!byId('key').hidden")
+    page.run("document.activeElement.blur()")
+    page.click("#show-server")
+    page.wait_for("document.activeElement.closest('#key') !== null")
+    page.run("byId('show-server').focus()")
+    page.wait_for("new Promise(done => setTimeout(() => done(true), POLL_MS * 1.5))")
+    assert page.run("document.activeElement.id") == "show-server"
+    page.run("document.querySelector('#key input').focus()")
+    page.type("secret")
+    page.press(ENTER)
+    page.wait_for("byId('model').textContent === 'demo'")
+    server.state = STATE | {"model": "another"}
+    page.wait_for("byId('model').textContent === 'another'")
 
 
 def test_thinking_is_folded_once_the_answer_begins(page: Page, server: ScriptedServer) -> None:
