@@ -337,8 +337,14 @@ def _turns(database: sqlite3.Connection, tables: set[str]) -> Iterator[Any]:
     if not tables >= TABLES_OF_TURNS:
         return
     for name, tip in database.execute(LEAVES_QUERY).fetchall():
-        chain = database.execute(CHAIN_QUERY, (tip,))
-        yield {"id": name, "messages": [{"role": role, "content": text or ""} for role, text in chain]}
+        try:
+            chain = database.execute(CHAIN_QUERY, (tip,)).fetchall()
+        except sqlite3.OperationalError as error:
+            if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) != sqlite3.SQLITE_ERROR:
+                raise  # the file is locked or its disk fails
+            yield RowError("a conversation with a damaged text (not the UTF-8 or the pieces that llm writes)")
+        else:
+            yield {"id": name, "messages": [{"role": role, "content": text or ""} for role, text in chain]}
 
 
 def _responses(database: sqlite3.Connection, tables: set[str]) -> Iterator[Any]:

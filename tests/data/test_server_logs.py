@@ -9,7 +9,7 @@ import pyarrow
 import pytest
 
 from hdtool.data.texts_and_traces import RecordReader
-from tests.support.logs import ANSWER, ASKED, GOOD, OK, REQUEST, RESPONSES, converted, database, said
+from tests.support.logs import ANSWER, ASKED, GOOD, OK, REQUEST, RESPONSES, SECRET, converted, database, said
 
 VLLM = "INFO Received request c-1: prompt: 'What is a list?', params: SamplingParams(n=1), lora_request: None."
 LOGS: dict[str, tuple[list[str], list[list[dict[str, str]]], str]] = {
@@ -150,6 +150,29 @@ def test_a_damaged_database_of_llm_is_read_to_its_end(tmp_path: Path) -> None:
     reading = RecordReader([path], tolerance=1.0)
     assert len(list(reading)) == 1
     assert reading.tally.bad == 2
+
+
+def test_a_damaged_text_in_a_database_of_llm_is_one_bad_record(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    payloads = ['{"text_ref": ["words"]}', '{"text_ref": "words"}', '{"text_ref": {"literal": "words"}}']
+    database(
+        *MESSAGES,
+        "insert into messages values ('m0', null, 'user'), ('m1', 'm0', 'assistant')",
+        "insert into parts values ('m0', 0, 'text', 'One?', null), ('m1', 0, 'text', '1', null)",
+        "insert into messages values ('utf8', 'm0', 'assistant')",
+        f"insert into parts values ('utf8', 0, 'text', cast(x'ff' || '{SECRET}' as text), null)",
+        *(f"insert into messages values ('{payload}', 'm0', 'assistant')" for payload in payloads),
+        *(f"insert into parts values ('{payload}', 0, 'text', null, '{payload}')" for payload in payloads),
+        *(f"insert into turns values ('t', '{tip}')" for tip in ("utf8", *payloads, "m1")),
+    )(path := tmp_path / "logs.db")
+    code, rows, errors = converted(path, capfd, "--max-bad-fraction", "1")
+    assert code == 0
+    assert [[message["content"] for message in row["messages"]] for row in rows] == [["One?", "1"]]
+    left_out = [line for line in errors if line.startswith("left out: ")]
+    assert len(left_out) == 4 and all("a conversation with a damaged text (" in line for line in left_out)
+    code, _, errors = converted(path, capfd)
+    assert code == 1 and "copy it again" not in errors[-1]
 
 
 def test_a_request_repeats_no_earlier_answer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
