@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -22,8 +23,11 @@ from llm.parts import TextPart
 from pydantic import Field, create_model
 
 from hdtool.data import demo
-from hdtool.data.errors import HdtoolError, PromptError
+from hdtool.data.errors import HdtoolError, ModelError, PromptError
+from hdtool.data.file_origins import json_object
+from hdtool.data.output_files import OutputFile
 from hdtool.data.prompts import Grammar, Message, Prompt
+from hdtool.data.row_readers import RowError, decode_utf8, parse_json
 from hdtool.runtime.config.decoding import METHODS, DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.settings import Settings
@@ -44,6 +48,8 @@ OFFERED: Mapping[type[Settings], tuple[str, ...]] = {
 """Settings that are options of a prompt, besides ``max_tokens``."""
 HELPS = {"method": f"Drafting method: {', '.join(METHODS)}.", "stop": "Text that ends an answer and is cut off."}
 """Help texts that replace those of the settings."""
+DEMO_MODELS = {name: name for name in demo.NAMES}
+"""Places of the models that are always there, by their names."""
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 Configured = TypeVar("Configured", bound=Settings)
 _async_answers = ThreadPoolExecutor(1, "hdtool-llm")
@@ -185,9 +191,19 @@ _model = cache(HdtoolModel)  # `llm` registers all models again for each look-up
 
 @llm.hookimpl
 def register_models(register: Callable[..., None]) -> None:
-    """Register the demo's models and those that the user added."""
-    for name, place in {**{one: one for one in demo.NAMES}, **_added()}.items():
+    """Register the demo's models and those that the user added; of these none if the file of them is damaged."""
+    try:
+        added = _added()
+    except ModelError as error:
+        _warn(str(error))
+        added = {}
+    for name, place in {**DEMO_MODELS, **added}.items():
         register(_model(name, place), AsyncHdtoolModel(_model(name, place)))
+
+
+@cache  # `llm` registers all models several times
+def _warn(message: str) -> None:
+    click.echo(f"warning: {message}", err=True)
 
 
 @llm.hookimpl
@@ -201,35 +217,59 @@ def register_commands(cli: click.Group) -> None:
     @hdtool.command()
     @click.argument("model")
     @click.option("--name", help="Name after hdtool/. Default: that of the folder, file or model.")
+    @_errors_for_click()
     def add(model: str, name: str | None) -> None:
         """Add the MODEL in a folder, in a GGUF file or on the hub as hdtool/NAME."""
-        path = Path(model).expanduser().resolve()
+        path, default = Path(model).expanduser().resolve(), model
         if path.exists():
-            name, model = name or path.name.removesuffix(".gguf"), str(path)
+            model, default = str(path), path.name.removesuffix(".gguf")
         elif not HUB_NAME.fullmatch(model):
-            raise click.ClickException(f"{model} is no folder or file here, and no name on the hub, as in OWNER/NAME")
-        _write({**_added(), name or model: model})
-        click.echo(f"added {PREFIX}{name or model}")
+            raise ModelError(f"{model} is no folder or file here, and no name on the hub, as in OWNER/NAME")
+        name = (name or default).removeprefix(PREFIX)
+        added = _added()
+        if (taken := {**added, **DEMO_MODELS}.get(name, model)) != model:
+            raise ModelError(f"{PREFIX}{name} is the name of {taken} already: choose another one with --name")
+        _write({**added, name: model})
+        click.echo(f"added {PREFIX}{name}")
 
     @hdtool.command()
     @click.argument("name")
+    @_errors_for_click()
     def remove(name: str) -> None:
         """Remove the model hdtool/NAME from the list of llm; its files stay."""
         added = _added()
         if added.pop(name.removeprefix(PREFIX), None) is None:
-            raise click.ClickException(f"no model {name} was added: llm models -q {PREFIX} lists them")
+            raise ModelError(f"no model {name} was added: llm models -q {PREFIX} lists them")
         _write(added)
 
 
-def _models_file() -> Path:
-    path: Path = llm.user_dir() / "hdtool-models.json"
-    return path
+@contextmanager
+def _errors_for_click() -> Iterator[None]:
+    try:
+        yield
+    except HdtoolError as error:
+        raise click.ClickException(str(error)) from None
 
 
 def _added() -> dict[str, str]:
-    """Return the place of each model that the user added, by its name."""
-    return dict(json.loads(_models_file().read_text(encoding="utf-8"))) if _models_file().exists() else {}
+    """Return the place of each model that the user added, by its name. Raises ModelError if the file is damaged."""
+    file = _models_file()
+    return json_object(file.path) if file.exists() else {}
 
 
 def _write(added: Mapping[str, str]) -> None:
-    _models_file().write_text(json.dumps(added, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    _models_file().write(json.dumps(added, indent=2, ensure_ascii=False) + "\n")
+
+
+def _models_file() -> OutputFile:
+    content = "a JSON object with the places of models by their names"
+    advice = "mend it, or delete it and add the models again"
+    return OutputFile(llm.user_dir() / "hdtool-models.json", content, _holds_models, ModelError, advice)
+
+
+def _holds_models(path: Path) -> bool:
+    try:
+        added = parse_json(decode_utf8(path.read_bytes()))
+    except RowError:
+        return False
+    return isinstance(added, dict) and all(isinstance(place, str) for place in added.values())

@@ -49,6 +49,17 @@ def model() -> Any:
     return HdtoolModel("embedded", demo.EMBEDDED)
 
 
+def outcomes(home: Path, commands: list[list[str]]) -> list[tuple[int, str, str]]:
+    """Return the exit codes, outputs and errors of ``COMMANDS`` through the entry point of the installed hdtool."""
+    environment = os.environ | {"LLM_USER_PATH": str(home), "LLM_LOAD_PLUGINS": "hdtool"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", COMMANDS, json.dumps(commands)],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [tuple(outcome) for outcome in json.loads(done.stdout)]
+
+
 def sources_of(usage: Any) -> dict[str, int]:
     return {name: counts["accepted"] for name, counts in usage.details.get("sources", {}).items()}
 
@@ -132,7 +143,7 @@ def test_async_answers_wait_for_each_other_and_may_be_left(model: Any) -> None:
 
 
 def test_the_commands_of_llm(tmp_path: Path) -> None:
-    """Through the entry point of the installed hdtool, with the tool's own home and log."""
+    """With the tool's own home and log."""
     asked = ["-m", "hdtool/mine", "-o", "max_tokens", "12"]
     commands = [
         ["hdtool", "add", str(demo.MODEL), "--name", "mine"],
@@ -146,14 +157,8 @@ def test_the_commands_of_llm(tmp_path: Path) -> None:
         ["hdtool", "remove", "hdtool/mine"],
         ["hdtool", "remove", "mine"],
     ]
-    environment = os.environ | {"LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": "hdtool"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", COMMANDS, json.dumps(commands)],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    listed, added, missing, all_models, answer, goes_on, logged, usages, refused, removed, gone = json.loads(
-        done.stdout
+    listed, added, missing, all_models, answer, goes_on, logged, usages, refused, removed, gone = outcomes(
+        tmp_path, commands
     )
     assert listed[1].splitlines() == ["HdtoolModel: hdtool/smollm2", "HdtoolModel: hdtool/embedded"]
     assert added[1] == "added hdtool/mine\n"
@@ -169,3 +174,33 @@ def test_the_commands_of_llm(tmp_path: Path) -> None:
     (conversation,) = RecordReader([tmp_path / "logs.db"])
     assert conversation.texts[:3] == (QUESTION, answer[1].removesuffix("\n"), "And `abs`?")
     assert removed[0] == 0 and gone[0] == 1 and "no model mine was added" in gone[2]
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"a": 5}'])
+def test_a_damaged_list_of_models_is_named_and_kept(tmp_path: Path, content: str) -> None:
+    (path := tmp_path / "hdtool-models.json").write_text(content)
+    commands = [["hdtool", "add", str(demo.MODEL)], ["hdtool", "remove", "a"], ["models", "-q", "hdtool/"]]
+    listed, *changes, again = outcomes(tmp_path, commands)
+    assert listed[:2] == again[:2] == (0, "HdtoolModel: hdtool/smollm2\nHdtoolModel: hdtool/embedded\n")
+    said = f"{path} is there and is not a JSON object with the places of models by their names: mend it, "
+    assert listed[2].startswith(f"warning: {said}") and listed[2].count("\n") == 1
+    for code, _, errors in changes:
+        assert code == 1 and errors.startswith(f"Error: {said}") and errors.count("\n") == 1
+    assert path.read_text() == content
+
+
+def test_a_model_takes_no_name_of_another(tmp_path: Path) -> None:
+    commands = [
+        ["hdtool", "add", str(demo.MODEL), "--name", "hdtool/mine"],
+        ["hdtool", "add", str(demo.MODEL), "--name", "mine"],
+        ["hdtool", "add", "owner/other", "--name", "mine"],
+        ["hdtool", "add", "owner/other", "--name", "smollm2"],
+        ["models", "-q", "hdtool/"],
+    ]
+    _, added, again, *refused, listed = outcomes(tmp_path, commands)
+    assert added == again == (0, "added hdtool/mine\n", "")
+    for (code, _, errors), name, place in zip(refused, ("mine", "smollm2"), (demo.MODEL, "smollm2"), strict=True):
+        advice = "choose another one with --name"
+        assert (code, errors) == (1, f"Error: hdtool/{name} is the name of {place} already: {advice}\n")
+    assert listed[1].splitlines()[2:] == ["HdtoolModel: hdtool/mine"]
+    assert json.loads((tmp_path / "hdtool-models.json").read_text()) == {"mine": str(demo.MODEL)}
