@@ -28,6 +28,9 @@ TOOL: dict[str, Any] = {
     "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
 }
 CALL = ToolCall("f", '{"a": 1}')
+BARE = '{"name": "f", "arguments": {"a": 1}}'
+BLOCK = f"\n\n```json\n{BARE}"
+MARKED = f"<tool_call>\n{BARE}\n</tool_call>"
 CASES: dict[str, tuple[str, str, str, list[ToolCall]]] = {
     "hermes": (
         "<tool_call>",
@@ -48,6 +51,21 @@ CASES: dict[str, tuple[str, str, str, list[ToolCall]]] = {
     "no marks": ("<tool_call>", '{"name": "f", "arguments": {"a": 1}}', "", [CALL]),
     "other JSON": ("<tool_call>", 'A ```json\n{"name": "g"}\n```', 'A ```json\n{"name": "g"}\n```', []),
     "broken JSON": ("<tool_call>", '{"name": "f", "arguments": {"a"', '{"name": "f", "arguments": {"a"', []),
+    "a block closed on its line": ("<tool_call>", f"So:{BLOCK}```\nDone.", "So:Done.", [CALL]),
+    "blocks": ("<tool_call>", f"So:{BLOCK}\n```\nAnd{BLOCK}\n```{BLOCK}\n```", "So:And", [CALL] * 3),
+    "an open block": ("<tool_call>", f"So:{BLOCK}\n", "So:", [CALL]),
+    "a block cut in its call": ("<tool_call>", f"So:{BLOCK[:-3]}", f"So:{BLOCK[:-3]}", []),
+    "a block cut in its fence": ("<tool_call>", "So:\n\n```js", "So:\n\n```js", []),
+    "a block of two": ("<tool_call>", f"So:{BLOCK}\n{BARE}\n```\nEnd", f"So:{BLOCK}\n{BARE}\n```\nEnd", []),
+    "a sentence": ("<tool_call>", f"So:\n{BARE} and it runs. {BARE}", f"So:\n{BARE} and it runs. {BARE}", []),
+    "a sentence and a call": ("<tool_call>", f"So:\n{BARE} is it.\n{MARKED}", f"So:\n{BARE} is it.", [CALL]),
+    "infinite": (
+        "<tool_call>",
+        BLOCK.replace("1", "-Infinity") + "\n```",
+        BLOCK.replace("1", "-Infinity") + "\n```",
+        [],
+    ),
+    "deep": ("<tool_call>", BARE.replace("1", "[" * 9**5), BARE.replace("1", "[" * 9**5), []),
     "no call": ("<tool_call>", "Nothing <tool here.", "Nothing <tool here.", []),
     "broken off": ("<tool_call>", 'A <tool_call>{"name": "f", "argu', 'A<tool_call>{"name": "f", "argu', []),
     "no JSON": ("<tool_call>", "A <tool_call>later</tool_call>", "A<tool_call>later", []),
@@ -75,6 +93,24 @@ def test_calls_are_found_however_the_text_is_split(case: tuple[str, str, str, li
     parts = [found.add(text[start:end]) for start, end in pairwise(places)] + [found.end()]
     assert "".join(part[0] for part in parts) == expected
     assert [call for part in parts for call in part[2]] == calls
+
+
+SENTENCE = f"So:\n{BARE} and"
+WRONG = '\n{"name": "f", "arguments": a dictionary'
+
+
+@pytest.mark.parametrize("text", [SENTENCE, WRONG, f"{BLOCK}\n{{"])
+def test_text_is_shown_as_soon_as_it_cannot_be_a_call(text: str) -> None:
+    found = reader("<tool_call>")
+    assert "".join(found.add(character)[0] for character in text) == text
+    assert found.add(" more") == (" more", "", [])
+
+
+def test_a_block_is_a_call_once_it_is_followed_by_text() -> None:
+    found = reader("<tool_call>")
+    assert found.add(f"{BLOCK}\n```") == ("", "", [])
+    assert found.add("\nD") == ("D", "", [CALL])
+    assert found.add("one.") == ("one.", "", [])
 
 
 NO_CALLS: list[Any] = [

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hdtool.runtime.generation.text_stream import partial_stop_length
@@ -146,9 +147,41 @@ def unmarked_call(names: Iterable[str]) -> str:
     return rf'\{{\s*"name"\s*:\s*(?:{"|".join(escaped)})\s*,\s*"arguments"\s*:'
 
 
+FENCE = "```"
+_OPENING_FENCE = rf"\s*(?:{FENCE}(?:json)?\s*)?"
+_LONGEST_TOKEN = len("-Infinity")
+_DECODER = json.JSONDecoder()
+Parts = tuple[str, str, list["ToolCall"]]
+"""Text, reasoning and calls."""
+
+
 def _unmarked_field(names: Sequence[str]) -> dict[str, Any]:
-    opening = rf"\s*(?:```(?:json)?\s*)?(?={unmarked_call(names)})"
-    return {"open_pattern": opening, "close_pattern": r"\s*\n```\s*", "repeats": True, **_JSON}
+    """Return a field that begins before an unmarked call, and before white space and a fence above it."""
+    return {"open_pattern": f"(?={_OPENING_FENCE}{unmarked_call(names)})", "content": "text"}
+
+
+def _read_unmarked(text: str, *, is_last: bool) -> tuple[list[ToolCall], str] | None:
+    """Return the unmarked call at the beginning of a text, and the rest of the text.
+
+    A call ends with its block of code, or with the answer. Return ``([], text)`` if none can come, and None if that is
+    open until more text is known.
+    """
+    opening = re.match(_OPENING_FENCE, text)
+    assert opening
+    try:
+        value, end = _DECODER.raw_decode(text, opening.end())
+    except json.JSONDecodeError as error:
+        is_open = error.msg.startswith("Unterminated string") or error.pos >= len(text) - _LONGEST_TOKEN
+        return None if is_open and not is_last else ([], text)
+    except RecursionError:
+        return [], text
+    closing = text[end:].lstrip()
+    is_block = FENCE in opening[0] and closing.startswith(FENCE)
+    rest = closing.removeprefix(FENCE).lstrip() if is_block else closing
+    if not is_last and (not rest or FENCE.startswith(rest)):
+        return None
+    calls = calls_of(value) if is_block or not rest else []
+    return (calls, rest) if calls else ([], text)
 
 
 class ToolCallReader:
@@ -176,17 +209,15 @@ class ToolCallReader:
         self.reads_thinking = response_template is not None
         """True if the tokenizer has a response template, which also describes the reasoning."""
         self._takes_calls = bool(tools)
-        self._opening = self._unread = ""
+        self._opening = self._unread = self._unmarked = ""
         marker = CALL_OPENING if is_generic else str(getattr(tokenizer, "chat_template", ""))
         names = [tool["function"]["name"] for tool in tools]
-        template = response_template or self._fallback(marker, names)
-        self._parser = (
-            tokenizer.get_response_parser(template, prefix=prompt if response_template else "", tools=list(tools))
-            if template
-            else None
-        )
+        self._template: dict[str, Any] = response_template or self._fallback(marker, names)
+        prefix = prompt if response_template else ""
+        self._new_parser = partial(tokenizer.get_response_parser, prefix=prefix, tools=list(tools))
+        self._parser = self._new_parser(self._template) if self._template else None
 
-    def _fallback(self, chat_template: str, names: Sequence[str]) -> dict[str, Any] | None:
+    def _fallback(self, chat_template: str, names: Sequence[str]) -> dict[str, Any]:
         for notation in CALL_NOTATIONS:
             if notation.marker in chat_template:
                 self._opening = notation.opening
@@ -194,32 +225,52 @@ class ToolCallReader:
                 if notation.marker == CALL_OPENING and names:
                     fields[UNMARKED] = _unmarked_field(names)
                 return {"start_anchor_pattern": "^", "fields": fields}
-        return None
+        return {}
 
-    def add(self, text: str) -> tuple[str, str, list[ToolCall]]:
+    def add(self, text: str) -> Parts:
         """Add text; return the text, reasoning and calls that can now be emitted, as ``(text, reasoning, calls)``."""
         if self._parser is None:
             return text, "", []
         try:
-            return self._read(self._parser.feed(text))
+            parts = self._read(self._parser.feed(text))
         except ValueError:  # the answer does not follow the template, so the rest is plain text
             self._parser = None
             return self._unread + text, "", []
+        return self._with_unmarked(parts, is_last=False)
 
-    def end(self) -> tuple[str, str, list[ToolCall]]:
+    def end(self) -> Parts:
         """End the answer, and return what is left of it as ``(text, reasoning, calls)``, like ``add``."""
         if self._parser is None:
             return "", "", []
         try:
-            return self._read(self._parser.finalize()[1])
+            parts = self._read(self._parser.finalize()[1])
         except ValueError:
             return self._unread, "", []
+        return self._with_unmarked(parts, is_last=True)
 
-    def _read(self, events: Sequence[dict[str, Any]]) -> tuple[str, str, list[ToolCall]]:
+    def _with_unmarked(self, parts: Parts, *, is_last: bool) -> Parts:
+        """Add the unmarked call and what follows it once it is known whether there is a call.
+
+        If there is none, the rest of the answer has no unmarked calls either.
+        """
+        found = _read_unmarked(self._unmarked, is_last=is_last) if self._unmarked else None
+        if found is None:
+            return parts
+        calls, rest = found
+        self._unmarked = ""
+        if not calls:
+            del self._template["fields"][UNMARKED]
+        self._parser = self._new_parser(self._template)
+        parts = _joined((parts[0], parts[1], parts[2] + calls), self.add(rest))
+        return _joined(parts, self.end()) if is_last else parts
+
+    def _read(self, events: Sequence[dict[str, Any]]) -> Parts:
         plain, reasoning, calls = "", "", []
         for event in events:
             field, text = event["field"], event.get("text", "")
-            if event["type"] == "region_chunk" and not event.get("dirty"):
+            if field == UNMARKED:
+                self._unmarked += text
+            elif event["type"] == "region_chunk" and not event.get("dirty"):
                 if field in REASONING_FIELDS:
                     reasoning += text
                 else:
@@ -228,12 +279,16 @@ class ToolCallReader:
                 self._unread += text
             elif event["type"] == "region_close":
                 self._unread = ""
-            if event["type"] == "region_close" and field in (MARKED, UNMARKED):
+            if event["type"] == "region_close" and field == MARKED:
                 new_calls = calls_of(event["value"]) if self._takes_calls else []
                 calls += new_calls
                 if not new_calls:
-                    plain += self._opening * (field == MARKED) + _text_of(event["value"])
+                    plain += self._opening + _text_of(event["value"])
         return plain, reasoning, calls
+
+
+def _joined(first: Parts, second: Parts) -> Parts:
+    return first[0] + second[0], first[1] + second[1], first[2] + second[2]
 
 
 def calls_of(value: Any) -> list[ToolCall]:
