@@ -8,6 +8,7 @@ import http.client
 import json
 import re
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,11 +136,13 @@ def test_the_state_of_the_server(server: RunningServer) -> None:
     assert state["sources"]["context"] == {"light": "#008888", "dark": "#22ffdd"}
 
 
-def client(loaded: Loaded, keys: ApiKeys, config: ServerConfig, name: str = "demo") -> TestClient:
-    """Return a client of a server that generates nothing."""
-    stores = {"": StoreSet(), "acme": StoreSet(namespace="acme")}
+def client(
+    loaded: Loaded, keys: ApiKeys, config: ServerConfig, name: str = "demo", stores: StoreSet | None = None
+) -> TestClient:
+    """Return a client of a server that generates nothing; all tenants share the stores."""
+    store_set = stores or StoreSet()
     counts = {"running": 0, "waiting": 0, "max_running": 8, "cached_tokens": 0}
-    scheduler: Any = SimpleNamespace(**counts, prefixes=None, stores=stores.__getitem__)
+    scheduler: Any = SimpleNamespace(**counts, prefixes=None, stores=lambda tenant: store_set)
     preparer: Any = SimpleNamespace()
     return TestClient(Server(loaded, scheduler, preparer, keys, config, name).app())
 
@@ -156,7 +159,22 @@ def test_a_server_with_keys_shows_the_page_to_all_and_its_state_to_who_has_one(l
 def test_the_page_can_be_switched_off(loaded: Loaded) -> None:
     browser = client(loaded, ApiKeys({}), ServerConfig(page=False, log_requests=False))
     assert browser.get("/").status_code == 404
-    assert "there is no / here" in browser.get("/").json()["error"]["message"]
+    message = browser.get("/").json()["error"]["message"]
+    assert message.startswith("there is no / here: the paths are /v1/chat/completions, ")
+    assert message.endswith(", /metrics")
+
+
+@pytest.mark.parametrize(("tenant", "shown"), [("", {"inputs": ["letters.jsonl"]}), ("acme", {})])
+def test_no_input_of_a_store_is_named_to_one_of_several_tenants(
+    loaded: Loaded, tenant: str, shown: dict[str, Any]
+) -> None:
+    manifest = SimpleNamespace(kind="corpus", sources=[SimpleNamespace(name="a/letters.jsonl")], counts={"tokens": 9})
+    corpus: Any = SimpleNamespace(manifest=manifest, folder=Path("b/shared"))
+    keys = ApiKeys({"one": tenant, "two": ""})
+    browser = client(loaded, keys, ServerConfig(log_requests=False), stores=StoreSet(corpus=corpus))
+    for key in keys.tenant_of_key:
+        state = browser.get("/v1/status", headers={"Authorization": f"Bearer {key}"}).json()
+        assert state["stores"] == [{"kind": "corpus", "name": "shared", "tokens": 9} | shown]
 
 
 def test_markup_in_a_name_stays_text(loaded: Loaded) -> None:

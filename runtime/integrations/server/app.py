@@ -290,7 +290,9 @@ class Server:
 
     async def _status(self, request: Request) -> Response:
         max_bytes = self._config.prefix_cache_mib * MIB
-        return JSONResponse({"model": self._name, **status_of(self._scheduler, request.state.tenant, max_bytes)})
+        shows_inputs = self._keys.tenants == [SHARED_TENANT]
+        status = status_of(self._scheduler, request.state.tenant, max_bytes, shows_inputs=shows_inputs)
+        return JSONResponse({"model": self._name, **status})
 
     async def _chat_page(self, request: Request) -> Response:
         self._count(request, 200)
@@ -310,7 +312,8 @@ class Server:
         if allowed := (error.headers or {}).get("Allow"):
             message = f"{path} does not take {request.method}: use {allowed}"
         else:
-            message = f"there is no {path} here: the paths are {', '.join(PATHS)}"
+            paths = [known for known in PATHS if known != PAGE or self._config.page]
+            message = f"there is no {path} here: the paths are {', '.join(paths)}"
         self._metrics.request("other", status)
         return _refused(request, RequestError(message, status=status))
 

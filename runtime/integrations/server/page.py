@@ -54,23 +54,25 @@ def _hash_of(element: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-def status_of(scheduler: Scheduler, tenant: str, max_cache_bytes: int) -> Row:
-    """Return the answers in progress, the size of the caches, the tenant's stores, and the sources' colors."""
+def status_of(scheduler: Scheduler, tenant: str, max_cache_bytes: int, *, shows_inputs: bool) -> Row:
+    """Return the answers in progress, the size of the caches, the tenant's stores, and the sources' colors.
+
+    With ``shows_inputs``, a store names the files from which it was built.
+    """
     saved = {"bytes": scheduler.prefixes.bytes, "max_bytes": max_cache_bytes} if scheduler.prefixes else {}
     return {
         "answers": {"running": scheduler.running, "waiting": scheduler.waiting, "max_running": scheduler.max_running},
         "cache": {"slot_tokens": scheduler.cached_tokens, **saved},
-        "stores": list(_stores(scheduler.stores(tenant))),
+        "stores": list(_stores(scheduler.stores(tenant), shows_inputs=shows_inputs)),
         "sources": {source.name: {"light": source.light, "dark": source.dark} for source in registered().values()},
     }
 
 
-def _stores(store_set: StoreSet) -> Iterator[Row]:
+def _stores(store_set: StoreSet, *, shows_inputs: bool) -> Iterator[Row]:
     for store in (store_set.model, store_set.corpus):
         if store:
             manifest = store.manifest
-            inputs = [PurePath(share.name).name for share in manifest.sources]
-            counted = {"inputs": inputs, "tokens": manifest.counts["tokens"]}
-            yield {"kind": manifest.kind, "name": store.folder.name, **counted}
+            inputs = {"inputs": [PurePath(share.name).name for share in manifest.sources]} if shows_inputs else {}
+            yield {"kind": manifest.kind, "name": store.folder.name, **inputs, "tokens": manifest.counts["tokens"]}
     if history := store_set.history:
         yield {"kind": "history", "name": history.store.folder.name if history.store else "memory"}
