@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -182,6 +183,7 @@ class GrammarCompiler:
         """``ends`` are the tokens that end an answer, and ``vocabulary`` is the model's number of logits."""
         self._text_tokenizer, self._ends, self.vocabulary = tokenizer, ends, vocabulary
         self._compiled = lru_cache(MAX_COMPILED_GRAMMARS)(self._compile)
+        self._lock = threading.Lock()
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -197,7 +199,8 @@ class GrammarCompiler:
 
     def guide(self, grammar: Grammar) -> Guide:
         """Return the initial state of an answer that must match the grammar; compiled grammars are cached."""
-        return Guide(self._compiled(grammar).deep_copy(), self._tokenizer)
+        with self._lock:  # a server prepares several requests at once
+            return Guide(self._compiled(grammar).deep_copy(), self._tokenizer)
 
     def bytes_of(self, token: int) -> bytes:
         return self._tokenizer.decode_bytes([token])

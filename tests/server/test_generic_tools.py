@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
+from llguidance import LLMatcher
 from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.data import demo
 from hdtool.data.chat import conversation_text, encode_conversation, encode_text
+from hdtool.data.prompts import Grammar
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.generation.grammar import GrammarCompiler
 from hdtool.runtime.generation.text_stream import text_of
-from hdtool.runtime.integrations.server.call_grammar import array_of_calls, marked_calls
+from hdtool.runtime.integrations.server.call_grammar import arguments_schema, array_of_calls, marked_calls
 from hdtool.runtime.integrations.server.formats import RequestError
 from hdtool.runtime.integrations.server.generic_tools import GenericTools, tool_prompt
 from hdtool.runtime.integrations.server.logit_processors import LogitBias
@@ -177,6 +181,49 @@ def test_an_array_of_calls_knows_the_definitions_of_each_tool(tokenizer: PreTrai
     for max_calls, end in ((1, "]"), (None, ', {"name": "time", "arguments": {"zone": "CET"}}]')):
         ids = encode_text(tokenizer, ARRAY + end, special=False)
         assert compiler.guide(array_of_calls(TOOLS, max_calls)).allowed(ids) == len(ids)
+
+
+def test_requests_at_once_compile_their_grammar_once(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Grammar] = []
+    usual = GrammarCompiler._compile
+
+    def slowly(compiler: GrammarCompiler, grammar: Grammar) -> LLMatcher:
+        compiled.append(grammar)
+        time.sleep(0.1)
+        return usual(compiler, grammar)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", slowly)
+    compiler, grammar = GrammarCompiler(tokenizer, [0], len(tokenizer)), array_of_calls(TOOLS, 1)
+    with ThreadPoolExecutor(4) as threads:
+        assert len(list(threads.map(compiler.guide, [grammar] * 4))) == 4
+    assert compiled == [grammar]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "is_closed"),
+    [
+        ({"properties": {"a": {}}, "required": ["a"]}, True),
+        ({"properties": {"a": {}}}, True),
+        ({"properties": {"a": {}}, "required": ["a", "b"]}, False),
+        ({"properties": {"a": {}}, "required": "b"}, False),
+        ({"properties": {"a": {}}, "anyOf": [{}]}, False),
+        ({"properties": {}}, False),
+        ({}, False),
+    ],
+)
+def test_arguments_are_closed_where_the_schema_lists_all_that_it_requires(parameters: Row, is_closed: bool) -> None:
+    schema = arguments_schema({"function": {"name": "f", "parameters": parameters}})
+    assert (schema.get("additionalProperties") is False) is is_closed
+
+
+def test_a_required_argument_need_not_be_listed(tokenizer: PreTrainedTokenizerBase) -> None:
+    parameters = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["b"]}
+    unlisted: Row = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    ids = encode_text(tokenizer, '[{"name": "f", "arguments": {"a": 1, "b": 2}}]', special=False)
+    guide = GrammarCompiler(tokenizer, [tokenizer.eos_token_id], len(tokenizer)).guide(array_of_calls([unlisted], 1))
+    assert guide.allowed(ids) == len(ids)
 
 
 def test_a_schema_that_no_grammar_can_hold_is_refused_by_the_name_of_its_tool() -> None:

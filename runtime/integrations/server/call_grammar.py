@@ -52,16 +52,23 @@ def marked_calls(
 def arguments_schema(tool: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON schema of a tool's arguments, which are an object.
 
-    The object has no other properties than the schema's, unless the schema says so. Keywords that no grammar knows are
-    ignored.
+    The object has no other properties than the schema lists, unless the schema demands or allows them. Keywords that
+    no grammar knows are ignored.
     """
     function = tool["function"]
     parameters = function.get("parameters") or {}
     if not isinstance(parameters, dict):
         raise RequestError(f"tools: the parameters of {function['name']!r} must be a JSON schema", param="tools")
-    is_closed = bool(parameters.get("properties")) and not COMBINING_KEYWORDS & parameters.keys()
-    closing = {"additionalProperties": False} if is_closed else {}
+    closing = {"additionalProperties": False} if _is_complete(parameters) else {}
     return {"type": "object", **closing, **parameters, **_IGNORING_UNKNOWN_KEYWORDS}
+
+
+def _is_complete(parameters: dict[str, Any]) -> bool:
+    """Return whether the schema lists properties, among them all that it requires, and nothing else can add some."""
+    listed, required = parameters.get("properties"), parameters.get("required", [])
+    if not (listed and isinstance(listed, dict) and isinstance(required, list)):
+        return False
+    return all(str(name) in listed for name in required) and not COMBINING_KEYWORDS & parameters.keys()
 
 
 def _grammar(rules: list[str], tools: Sequence[dict[str, Any]]) -> Grammar:
