@@ -52,8 +52,8 @@ class LlamaServerContender:
         found = self._asked(
             "POST",
             "/completion",
-            {"prompt": prompt, "n_predict": room, "samplers": [], "temperature": 0.0, "cache_prompt": False}
-            | {"return_tokens": True, "repeat_penalty": 1.0},
+            {"prompt": prompt, "n_predict": room, "temperature": 0.0, "repeat_penalty": 1.0, "cache_prompt": False}
+            | {"return_tokens": True},
         )
         seconds, after = time.perf_counter() - began, server.cpu_times()
         ended = found["stop_type"] == "eos"
