@@ -84,7 +84,7 @@ class CallLock:
 
 
 Generated = GenerateDecoderOnlyOutput | torch.LongTensor
-DrafterMaker = Callable[[Target], Drafter]
+DrafterFactory = Callable[[Target], Drafter]
 DraftersMaker = Callable[[Target, int], list[Drafter]]
 STREAMER_ERROR = (
     "hdtool cannot decode this call of generate: a streamer is given, but it shows one answer and the batch has more"
@@ -119,7 +119,7 @@ class Generator:
 
     def __init__(
         self,
-        drafter: Drafter | DrafterMaker | None = None,
+        drafter: Drafter | DrafterFactory | None = None,
         *,
         seed: int | None = None,
         prefix_caching: bool = True,
@@ -369,7 +369,7 @@ class _Recorder(Sampler):
         return token
 
 
-def _drafters_of(drafter: Drafter | DrafterMaker | None, target: Target, rows: int) -> list[Drafter]:
+def _drafters_of(drafter: Drafter | DrafterFactory | None, target: Target, rows: int) -> list[Drafter]:
     """Return one drafter per row; raise OptionError if a single drafter is given for several rows."""
     if drafter is None:
         return [NoDraft() for _ in range(rows)]

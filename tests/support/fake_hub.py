@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+
+from tests.support.http_server import serving
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REFUSED = {
@@ -36,16 +36,8 @@ class FakeHub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
-@contextmanager
-def fake_hub(folder: Path) -> Iterator[FakeHub]:
-    with FakeHub(folder) as server:
-        thread = Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+def fake_hub(folder: Path) -> AbstractContextManager[FakeHub]:
+    return serving(FakeHub(folder))
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
 from typing import Any
 
 from hdtool.runtime.config.source_names import registered
 from hdtool.runtime.integrations.server.page import chat_page, page_headers
+from tests.support.http_server import serving
 
 Row = dict[str, Any]
 Answer = Callable[[Row], Iterable[Row]]
@@ -101,14 +101,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
 
-@contextmanager
-def scripted(answer: Answer) -> Iterator[ScriptedServer]:
+def scripted(answer: Answer) -> AbstractContextManager[ScriptedServer]:
     """Run a server whose chats ``answer`` answers."""
-    with ScriptedServer(answer) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    return serving(ScriptedServer(answer))

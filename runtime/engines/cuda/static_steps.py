@@ -3,8 +3,8 @@
 A step moves the cache positions of accepted paths, verifies a tree in each of the first slots and computes the argmax
 at each node. There is one captured step for each tree size and number of slots: a power of two or all slots, so that a
 step may leave out the last ones. If passes read a fixed number of cache positions (the extent), there is one for each
-such number, too, and none leaves slots out. Rankings are captured by their number of rows, apart from steps; those of
-models with recurrent states are not, as another graph may overwrite the states, which are read after the step.
+such number, too, and none leaves slots out. Rankings are captured separately, once per number of rows; those of models
+with recurrent states are not, as another graph may overwrite the states, which are read after the step.
 """
 
 from __future__ import annotations
