@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.runtime.budget.gate import MAX_PAUSE_STEPS, RETRY_SHARE, Pause
 from hdtool.runtime.budget.pass_costs import (
@@ -22,6 +21,7 @@ from hdtool.runtime.budget.pass_costs import (
     estimated_cost,
 )
 from hdtool.runtime.config.budgets import FIXED_BUDGET, LARGEST_BUDGET
+from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.kernels.compiled import Ints, array_at, compiled
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ WORTH_TRYING, CLEARLY_FASTER = 1.2, 1.5
 expected tokens of a step by the first factor; a plain pass is tried unless drafts seem faster by the second factor."""
 MIN_DRAFTED_NODES = PASS_SIZES[3]
 """Smallest ``max_nodes`` of a budget that chooses by cost, other than 0 while drafting is paused."""
-Probs = npt.NDArray[np.floating[Any]]
 
 
 class Budget:

@@ -16,6 +16,11 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import Rankable, argmax, for_topk, topk
 
+TopTokens = tuple[torch.Tensor, torch.Tensor]
+"""Best tokens after each row or of each head of a drafter, and their probabilities."""
+Ranked = tuple[Array, Array]
+"""The same as arrays on the host."""
+
 
 class PassOptions(NamedTuple):
     """Selects the results that the caller of a pass needs besides the logits. An engine may ignore these hints."""

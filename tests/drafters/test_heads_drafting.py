@@ -21,6 +21,7 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.engine_interface import TopTokens
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import ROOT, DraftTree
@@ -33,7 +34,7 @@ from hdtool.runtime.drafters.trained.proposal import Proposal
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, StaticTree, drafter_of
 from hdtool.runtime.engines.capture import CaptureMaker, Run, never
 from hdtool.runtime.engines.cuda import cuda_graphs
-from hdtool.runtime.engines.cuda.ranking_passes import RankingPasses, TopTokens
+from hdtool.runtime.engines.cuda.ranking_passes import RankingPasses
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, answer_of, assert_answers_of_batch, output_tokens, run

@@ -18,10 +18,11 @@ from hdtool.builders.stores.build_engine import BuildEngine
 from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs
+from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import TIMED_EVERY, Hierarchy

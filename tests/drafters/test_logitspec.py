@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hdtool.data.errors import OptionError
-from hdtool.runtime.budget.node_budget import FixedBudget, Probs
+from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import DecodeConfig, ReplayConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import NO_TOKEN, DraftTree
 from hdtool.runtime.drafters.published.logitspec import CONTINUATION_LENGTH, MAX_MATCH, UNRANKED, LogitSpec, look_up

@@ -12,10 +12,11 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
-from hdtool.runtime.budget.node_budget import FixedBudget, Probs
+from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.drafters.published.lookup_methods import PromptLookup
 from hdtool.runtime.stores.store_set import StoreSet

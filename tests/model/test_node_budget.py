@@ -22,7 +22,6 @@ from hdtool.runtime.budget.node_budget import (
     Budget,
     FixedBudget,
     MeasuredBudget,
-    Probs,
     SharedBudget,
     SharedCosts,
     SmoothedSeconds,
@@ -33,6 +32,7 @@ from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config.budgets import LARGEST_BUDGET
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
+from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.drafter import draft_many
 from hdtool.runtime.core.engine_interface import PassLog, Verified
 from hdtool.runtime.core.tree import DraftTree

@@ -7,15 +7,15 @@ from functools import partial
 import torch
 
 from hdtool.runtime.budget.gate import Gate
+from hdtool.runtime.core.engine_interface import Ranked, TopTokens
 from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.modules import Heads, HydraHeads, MtpHeads, ParallelHeads
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, Module, ModulePasses
-from hdtool.runtime.drafters.trained.module_parts import TopTokens, topk_tokens
+from hdtool.runtime.drafters.trained.module_parts import topk_tokens
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration
 from hdtool.runtime.drafters.trained.sequential import (
     ROWS_PER_PASS,
     BlockDrafter,
-    Ranked,
     SequentialDrafter,
     SequentialModule,
 )

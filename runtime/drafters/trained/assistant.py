@@ -12,13 +12,13 @@ from hdtool.runtime.caches.kv_cache import NO_TENSOR
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine_interface import Verified
+from hdtool.runtime.core.engine_interface import Ranked, TopTokens, Verified
 from hdtool.runtime.core.prefix_cache import common_prefix_length
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.trained.checkpoints import loaded_once
-from hdtool.runtime.drafters.trained.module_parts import TopTokens, topk_tokens
+from hdtool.runtime.drafters.trained.module_parts import topk_tokens
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
-from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, NO_RANKING, ROWS_PER_PASS, Ranked, SequentialDrafter
+from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, NO_RANKING, ROWS_PER_PASS, SequentialDrafter
 from hdtool.runtime.target.load import load
 
 if TYPE_CHECKING:

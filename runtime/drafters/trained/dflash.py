@@ -14,8 +14,9 @@ import torch
 from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.engine_interface import TopTokens
 from hdtool.runtime.drafters.trained.draft_passes import ReadingPasses
-from hdtool.runtime.drafters.trained.module_parts import Norm, TopTokens, topk_tokens
+from hdtool.runtime.drafters.trained.module_parts import Norm, topk_tokens
 from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, TOKENS_PER_RANKING, Calibration
 from hdtool.runtime.drafters.trained.sequential import BlockDrafter
 from hdtool.runtime.model.pass_inputs import CacheRows, windows_of

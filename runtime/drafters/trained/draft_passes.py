@@ -13,9 +13,9 @@ import torch
 
 from hdtool.runtime.caches.kv_cache import LayerShape, extent_for
 from hdtool.runtime.caches.slots import Cache
-from hdtool.runtime.drafters.trained.module_parts import TopTokens
+from hdtool.runtime.core.engine_interface import Ranked, TopTokens
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
-from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, ROWS_PER_PASS, Ranked
+from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, ROWS_PER_PASS
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, CacheRows
 from hdtool.runtime.target.target import Target
 

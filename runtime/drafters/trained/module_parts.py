@@ -6,8 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-TopTokens = tuple[torch.Tensor, torch.Tensor]
-"""Best tokens after each row or of each head, and their probabilities."""
+from hdtool.runtime.core.engine_interface import TopTokens
 
 
 class Norm(nn.RMSNorm):

@@ -12,7 +12,7 @@ from hdtool.runtime.budget.gate import MIN_TRIAL_STEPS, Gate
 from hdtool.runtime.caches.slots import select_rows
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine_interface import Verified
+from hdtool.runtime.core.engine_interface import Ranked, Verified
 from hdtool.runtime.drafters.trained.proposal import (
     NO_RANKING_AFTER,
     TOKENS_PER_RANKING,
@@ -99,8 +99,6 @@ MAX_PASSES = 12
 MAX_CALIBRATED_DEPTH = 7
 """Depth from which on all rankings share one calibration, if there are no ``odds``."""
 
-Ranked = tuple[Array, Array]
-"""Best tokens of each row ``[rows, best]``, and their probabilities."""
 NO_RANKING: Ranked = np.full((1, 1), NO_RANKING_AFTER), np.zeros((1, 1))
 """Ranking of a single row whose next tokens are unknown."""
 

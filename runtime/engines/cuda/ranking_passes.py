@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from hdtool.runtime.core.engine_interface import Ranked, TopTokens
 from hdtool.runtime.engines.capture import Capture
 from hdtool.runtime.engines.cuda.cuda_graphs import CapturedRun, CapturedRuns
 from hdtool.runtime.engines.cuda.static_steps import DeviceClock, rankings_in
-from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.model.pass_inputs import TransferBuffer
 
 CAPTURED_SIZES = (1, 2, 4, 8, 16)
@@ -18,10 +18,6 @@ WORDS_PER_ROW = 6
 """Maximum number of integers that a captured pass reads for each of its rows."""
 Shape = tuple[str, int, int]
 """Kind of a pass, number of its rows, and the number of cached positions that it reads or the depth of its rows."""
-TopTokens = tuple[torch.Tensor, torch.Tensor]
-"""Best tokens after each row or of each head, and their probabilities."""
-Ranked = tuple[Array, Array]
-"""Best tokens and their probabilities as arrays on the host."""
 
 
 class RankingPasses:

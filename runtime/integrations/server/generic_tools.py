@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hdtool.data.chat import conversation_text, has_chat_template
 from hdtool.data.errors import PromptError, ToolsError
+from hdtool.runtime.integrations.server.formats import Row
 from hdtool.runtime.integrations.server.instructions import (
     SYSTEM,
     USER,
@@ -19,7 +20,6 @@ from hdtool.runtime.integrations.server.tool_calls import CALL_CLOSING, CALL_OPE
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Row = dict[str, Any]
 RESULT_OPENING, RESULT_CLOSING = "<tool_response>", "</tool_response>"
 PROBE = {
     "type": "function",
