@@ -20,7 +20,7 @@ from hdtool.data.progress import with_progress
 from hdtool.data.record_counts import Tally
 from hdtool.data.texts_and_traces import Trace, read_traces
 from hdtool.runtime.config.building import BuildConfig
-from hdtool.runtime.config.decoding import METHODS, TAKE_HISTORY, ReplayConfig, StoresConfig
+from hdtool.runtime.config.decoding import READ_LOGITS, TAKE_HISTORY, ReplayConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.settings import Panel, Use
 
@@ -161,7 +161,7 @@ def _methods(config: ReplayConfig, store_set: StoreSet, traces: list[Trace]) -> 
     """Return the methods to replay, and print what they draft from."""
     ranked = all(answer.rankings for trace in traces for answer in trace.answers)
     methods = config.methods_with(corpus=store_set.corpus is not None, rankings=ranked)
-    reading = [name for name in methods if METHODS[name].logits]
+    reading = [name for name in methods if name in READ_LOGITS]
     if reading and not ranked:
         raise OptionError(
             f"method {reading[0]} drafts from the model's logits, which these recordings lack: record them with "

@@ -39,9 +39,10 @@ from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt, interleave_categories
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.config.decoding import METHODS, DecodeConfig, StoresConfig
+from hdtool.runtime.config.decoding import METHODS, DecodeConfig, StoresConfig, methods_with
 from hdtool.runtime.config.measuring import LLAMA_CPP, OTHER_FILE, PEERS, WITHOUT_GRAMMARS, BenchConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.config.source_names import SOURCE_LETTERS
 from hdtool.runtime.drafters.methods import compile_ahead, finish_compiling
 from hdtool.runtime.drafters.trained_methods import methods_with_drafters
 from hdtool.runtime.kernels.linear import has_compiled_layers, share_weights
@@ -243,10 +244,9 @@ class BenchPlan:
         compile_ahead(self.model, *self.bench.methods or METHODS)
         loaded = load(self.model)
         finish_compiling()
-        letters = {
-            letter for name in self.bench.methods or METHODS if name in METHODS for letter in METHODS[name].databases
-        }
-        store_set = loaded.library(self.store_set).open("".join(letters))
+        measured = {*(self.bench.methods or METHODS)}
+        databases = "".join(letter for letter in SOURCE_LETTERS if measured & {*methods_with(letter)})
+        store_set = loaded.library(self.store_set).open(databases)
         if other_file:
             check_same_model(other_file, loaded)
         runnable = [name for name, reason in obstacles.items() if not reason]

@@ -20,7 +20,7 @@ from hdtool.builders.evaluation.experiment import DecodedTurn, timed_turn
 from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.runtime.answer_plan import generate_options, plan_answer
-from hdtool.runtime.config.decoding import HISTORY_LETTER, DecodeConfig
+from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish, Step, room_for
@@ -46,13 +46,9 @@ class FreshDrafters:
         return self._drafters.make(config, with_own_history(self._store_set, config))
 
 
-def has_history(config: DecodeConfig) -> bool:
-    return HISTORY_LETTER in config.drafts_from
-
-
 def with_own_history(store_set: StoreSet, config: DecodeConfig) -> StoreSet:
     """Return the stores with a new in-memory history if ``config`` drafts from a history, else without a history."""
-    return replace(store_set, history=History(prompts=config.history_prompts) if has_history(config) else None)
+    return replace(store_set, history=History(prompts=config.history_prompts) if config.has_history else None)
 
 
 class Contender(Protocol):

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.builders.evaluation.contenders import has_history, with_own_history
+from hdtool.builders.evaluation.contenders import with_own_history
 from hdtool.builders.evaluation.recording import RecordedLogits, RecordedTurn, RecordingEngine
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.node_budget import Budget, CostBudget, FixedBudget
 from hdtool.runtime.config.budgets import FIXED_BUDGET
-from hdtool.runtime.config.decoding import METHODS, DecodeConfig
+from hdtool.runtime.config.decoding import READ_LOGITS, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
@@ -220,12 +220,8 @@ class ReplayMethod:
     curve: CostCurve | None = None
 
     @property
-    def has_history(self) -> bool:
-        return has_history(self.config)
-
-    @property
     def needs_logits(self) -> bool:
-        return bool(METHODS[self.config.method].logits)
+        return self.config.method in READ_LOGITS
 
     def budget(self) -> FixedBudget | CostBudget:
         if self.config.draft_tokens is None and self.curve:
@@ -272,7 +268,7 @@ def _replay_turns(
     before = dict(drafter.seconds)
     done = tuple(replay_turns(turns))
     seconds = {source: taken - before.get(source, 0.0) for source, taken in drafter.seconds.items()}
-    return ReplayResult(contender.name, done, seconds, contender.has_history, warmed)
+    return ReplayResult(contender.name, done, seconds, contender.config.has_history, warmed)
 
 
 class _TimedDrafter(WrappedDrafter):

@@ -26,7 +26,7 @@ from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, replay
 from hdtool.data.errors import HdtoolError
 from hdtool.data.processes import isolated_children
 from hdtool.data.progress import ProgressBar, progress_bar
-from hdtool.runtime.config.decoding import METHODS
+from hdtool.runtime.config.decoding import TAKE_HISTORY
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.stores.store_set import StoreSet
 
@@ -87,9 +87,9 @@ def _jobs(
 ) -> list[ReplayJob]:
     jobs = []
     for contender in contenders:
-        size = len(conversations) if contender.has_history else CONVERSATIONS_PER_JOB
+        size = len(conversations) if contender.config.has_history else CONVERSATIONS_PER_JOB
         # Methods without a history keep nothing between conversations, so warming them has no effect.
-        before = warm if METHODS[contender.config.method].history else ()
+        before = warm if contender.config.method in TAKE_HISTORY else ()
         for start in range(0, len(conversations), max(1, size)):
             part = conversations[start : start + size]
             jobs.append(ReplayJob(contender, list(chain.from_iterable(part)), list(chain.from_iterable(before))))

@@ -10,39 +10,23 @@ from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Grammar, GrammarKind, read_grammar
 from hdtool.runtime.config.budgets import FIXED_BUDGET, LARGEST_BUDGET
 from hdtool.runtime.config.settings import Panel, Settings, Use, rare_setting, require, setting
-from hdtool.runtime.config.source_names import plugins
-
-SOURCE_LETTERS = "CMS"
-"""Letters of the context table, the model store and the corpus index."""
-LOGIT_LETTERS = "LR"
-"""Letters of the sources that read the model's logits: last-token logits and recycled rankings."""
-HISTORY_LETTER = "H"
-SOURCE_NAMES = {
-    "C": "context",
-    "H": "history",
-    "M": "model",
-    "S": "corpus",
-    "L": "last-logits",
-    "R": "recycled",
-}
-"""Source names by letter; options accept names and letters."""
-
-
-ALL_LETTERS = "".join(SOURCE_NAMES)
-STORE_LETTERS = SOURCE_LETTERS[0] + HISTORY_LETTER + SOURCE_LETTERS[1:]
-"""Letters of the sources that draft from tokens alone."""
+from hdtool.runtime.config.source_names import (
+    ALL_LETTERS,
+    HISTORY_LETTER,
+    LOGIT_LETTERS,
+    SOURCE_LETTERS,
+    SOURCE_NAMES,
+    STORE_LETTERS,
+    plugins,
+)
 
 
 class Method(NamedTuple):
     """A drafting method and what it drafts from."""
 
     description: str
-    databases: str
-    """Letters of the stores that the method reads; C is the conversation, however matches are found in it."""
-    logits: str = ""
-    """Letters of the method's sources that use logits."""
-    history: bool = False
-    """True if the method drafts from earlier answers."""
+    sources: str = ""
+    """Letters of the sources that the method drafts from; C is the conversation, however matches are found in it."""
     trained: str = ""
     """Kind of trained drafter that the method needs; empty if none."""
 
@@ -52,32 +36,35 @@ HEADS_DRAFTER, MTP_DRAFTER, DRAFT_MODEL = "heads", "mtp", "drafter"
 checkpoint, and a separate draft model."""
 
 METHODS = {
-    "ar": Method("plain decoding", ""),
+    "ar": Method("plain decoding"),
     "pld": Method("prompt lookup decoding", "C"),
     "lade": Method("lookahead decoding", "C"),
     "sam": Method("SAM-Decoding: the longest match in the conversation", "C"),
-    "suffix": Method(
-        "SuffixDecoding: frequent continuations in the conversation and earlier answers", "C", history=True
-    ),
+    "suffix": Method("SuffixDecoding: frequent continuations in the conversation and earlier answers", "CH"),
     "rest": Method("the corpus index alone (REST)", "S"),
-    "hd-paper": Method("Hierarchy Drafting as in its paper", SOURCE_LETTERS),
-    "medusa": Method("trained Medusa heads", "", trained=HEADS_DRAFTER),
-    "amphista": Method("trained Amphista heads", "", trained=HEADS_DRAFTER),
-    "hydra": Method("trained Hydra or Hydra++ heads", "", trained=HEADS_DRAFTER),
-    "mtp": Method("multi-token-prediction layers of the checkpoint, or a trained one", "", trained=MTP_DRAFTER),
-    "drafter": Method("a draft model: speculative decoding with --drafter", "", trained=DRAFT_MODEL),
-    "hd": Method("context table, history, model store and corpus index in one tree", SOURCE_LETTERS, history=True),
-    "logitspec": Method("LogitSpec: last-token logits extended by prompt lookup", "C", "L"),
-    "tr": Method("Token Recycling: a static tree over the rankings of all verified tokens", "", "R", history=True),
-    "racer": Method("RACER: retrieved n-grams and rankings of all verified tokens", "C", "R", history=True),
-    "hd+logitspec": Method(
-        "hd with last-token logits and recycled rankings", SOURCE_LETTERS, LOGIT_LETTERS, history=True
-    ),
-    "hd+amphista": Method("hd with trained Amphista heads", SOURCE_LETTERS, history=True, trained=HEADS_DRAFTER),
-    "hd+hydra": Method("hd with trained Hydra or Hydra++ heads", SOURCE_LETTERS, history=True, trained=HEADS_DRAFTER),
-    "hd+mtp": Method("hd with multi-token-prediction layers", SOURCE_LETTERS, history=True, trained=MTP_DRAFTER),
-    "hd+drafter": Method("hd with a draft model", SOURCE_LETTERS, history=True, trained=DRAFT_MODEL),
+    "hd-paper": Method("Hierarchy Drafting as in its paper", "CMS"),
+    "medusa": Method("trained Medusa heads", trained=HEADS_DRAFTER),
+    "amphista": Method("trained Amphista heads", trained=HEADS_DRAFTER),
+    "hydra": Method("trained Hydra or Hydra++ heads", trained=HEADS_DRAFTER),
+    "mtp": Method("multi-token-prediction layers of the checkpoint, or a trained one", trained=MTP_DRAFTER),
+    "drafter": Method("a draft model: speculative decoding with --drafter", trained=DRAFT_MODEL),
+    "hd": Method("context table, history, model store and corpus index in one tree", "CMSH"),
+    "logitspec": Method("LogitSpec: last-token logits extended by prompt lookup", "CL"),
+    "tr": Method("Token Recycling: a static tree over the rankings of all verified tokens", "HR"),
+    "racer": Method("RACER: retrieved n-grams and rankings of all verified tokens", "CHR"),
+    "hd+logitspec": Method("hd with last-token logits and recycled rankings", "CMSHLR"),
+    "hd+amphista": Method("hd with trained Amphista heads", "CMSH", HEADS_DRAFTER),
+    "hd+hydra": Method("hd with trained Hydra or Hydra++ heads", "CMSH", HEADS_DRAFTER),
+    "hd+mtp": Method("hd with multi-token-prediction layers", "CMSH", MTP_DRAFTER),
+    "hd+drafter": Method("hd with a draft model", "CMSH", DRAFT_MODEL),
 }
+
+
+def methods_with(letters: str) -> tuple[str, ...]:
+    """Return the methods that draft from one of the sources with these letters."""
+    return tuple(name for name, method in METHODS.items() if {*letters} & {*method.sources})
+
+
 HIERARCHIES = ("hd", *(name for name in METHODS if name.startswith("hd+")))
 """Methods that also draft from plug-ins."""
 TRAINED = tuple(name for name, method in METHODS.items() if method.trained)
@@ -85,12 +72,13 @@ TAKE_HEADS = tuple(name for name in TRAINED if METHODS[name].trained in (HEADS_D
 """Methods that draft with what ``train-heads`` produces."""
 NEED_MODEL = ("lade", *TRAINED)
 """Methods that run the model or a trained drafter to draft."""
-NEED_LOGITS = (*NEED_MODEL, *(name for name, method in METHODS.items() if method.logits))
+READ_LOGITS = methods_with(LOGIT_LETTERS)
+NEED_LOGITS = (*NEED_MODEL, *READ_LOGITS)
 """Methods that need the model's logits or run the model; all other methods need only tokens."""
 TAKE_BUDGET = tuple(name for name in METHODS if name not in ("ar", "lade", "hd-paper"))
 TAKE_SOURCES = ("hd-paper", *HIERARCHIES)
 TAKE_TREE = ("medusa", "amphista")
-TAKE_HISTORY = tuple(name for name, method in METHODS.items() if method.history)
+TAKE_HISTORY = methods_with(HISTORY_LETTER)
 
 
 def source_letters(option: str, given: str, known: str) -> str:
@@ -223,12 +211,13 @@ class DecodeConfig(Settings, panel=Panel.DRAFTING):
             self.drafter or "nothing",
             f"the folder or name of a draft model with method {self.method}",
         )
-        in_memory = self.method in HIERARCHIES or not method.history or self.history in (MEMORY, NO_HISTORY)
+        in_memory = (
+            self.method in HIERARCHIES or self.method not in TAKE_HISTORY or self.history in (MEMORY, NO_HISTORY)
+        )
         require(in_memory, "history", self.history, f"{MEMORY} or {NO_HISTORY} with method {self.method}")
-        known = method.databases + HISTORY_LETTER * method.history + method.logits
-        names = ", ".join(SOURCE_NAMES[letter] for letter in known)
+        names = ", ".join(SOURCE_NAMES[letter] for letter in method.sources)
         require(
-            bool(self.drafts_from) or not known, "sources", self.sources, f"sources of method {self.method}: {names}"
+            bool(self.drafts_from or not names), "sources", self.sources, f"sources of method {self.method}: {names}"
         )
         object.__setattr__(self, "order", source_letters("order", self.order, SOURCE_LETTERS))
         require(len(self.order) == len(SOURCE_LETTERS), "order", self.order, f"all of {SOURCE_LETTERS}, in any order")
@@ -244,25 +233,28 @@ class DecodeConfig(Settings, panel=Panel.DRAFTING):
         return self.keeps_history or self.drafter is not None
 
     @property
+    def has_history(self) -> bool:
+        """True if earlier answers are drafted from."""
+        return HISTORY_LETTER in self.drafts_from
+
+    @property
     def keeps_history(self) -> bool:
         """True if the history is kept on disk."""
-        return HISTORY_LETTER in self.drafts_from and self.history != MEMORY
+        return self.has_history and self.history != MEMORY
 
     @property
     def databases(self) -> str:
         """Letters of the method's databases that ``sources`` selects; if the method has only one, it is always used."""
-        all_of_them = METHODS[self.method].databases
+        all_of_them = [letter for letter in METHODS[self.method].sources if letter in SOURCE_LETTERS]
         return "".join(letter for letter in all_of_them if letter in self.sources or len(all_of_them) == 1)
 
     @property
     def drafts_from(self) -> str:
         """Letters of all sources to draft from: stores, history, sources that read logits, and plug-ins."""
-        method = METHODS[self.method]
-        drafts = method.history and HISTORY_LETTER in self.sources and self.history != NO_HISTORY
-        history = HISTORY_LETTER if drafts else ""
-        logits = "".join(letter for letter in method.logits if letter in self.sources)
-        plugins = [letter for letter in self.sources if letter not in SOURCE_NAMES and self.method in HIERARCHIES]
-        return self.databases + history + logits + "".join(plugins)
+        plugins = "".join(letter for letter in self.sources if letter not in SOURCE_NAMES)
+        known = METHODS[self.method].sources + (plugins if self.method in HIERARCHIES else "")
+        without = HISTORY_LETTER if self.history == NO_HISTORY else ""
+        return "".join(each for each in known if each in self.databases or (each in self.sources and each != without))
 
 
 @dataclass(frozen=True)
@@ -286,12 +278,12 @@ class StoresConfig(Settings, panel=Panel.DRAFTING):
     model_db: str | None = setting(
         None,
         "Folder or name of a model store, or none. Default: that of this model in hdtool's home.",
-        use=Use(methods=tuple(name for name, method in METHODS.items() if "M" in method.databases)),
+        use=Use(methods=methods_with("M")),
     )
     corpus_db: str | None = setting(
         None,
         "Folder or name of a corpus index, or none. Default: that of this tokenizer in hdtool's home.",
-        use=Use(methods=tuple(name for name, method in METHODS.items() if "S" in method.databases)),
+        use=Use(methods=methods_with("S")),
     )
     namespace: str | None = rare_setting(
         None,

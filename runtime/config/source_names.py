@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from importlib.metadata import entry_points
+from typing import Self
 
 from hdtool.data.errors import OptionError
 
@@ -15,31 +16,6 @@ ENTRY_POINTS = "hdtool.sources"
 
 Evidence = Callable[[Sequence[int]], Mapping[int, float]]
 """Maps a context to the tokens that may follow it, each with its probability or count."""
-
-
-class SourceId(IntEnum):
-    """Numeric id of the source that drafted a node of a draft tree; ``str`` gives the name that users see."""
-
-    NONE = 0
-    CONTEXT = 1
-    MODEL = 2
-    CORPUS = 3
-    LOOKAHEAD = 4
-    RECYCLED = 5
-    PLUGIN_1 = 6
-    LAST = 7
-    HEADS = 8
-    PLUGIN_2 = 9
-    PLUGIN_3 = 10
-    PLUGIN_4 = 11
-    HISTORY = 12
-    PREDICTION = 13
-    GRAMMAR = 14
-    DRAFTER = 15
-
-    def __str__(self) -> str:
-        source = _SOURCES.get(self)
-        return source.name if source else self.name.lower()
 
 
 @dataclass(frozen=True)
@@ -60,22 +36,41 @@ class Source:
     function's own argmax tokens. Values that add up to more than 1 are counts, other values are probabilities."""
 
 
+class SourceId(IntEnum):
+    """Numeric id of the source that drafted a node of a draft tree; ``str`` gives the name that users see."""
+
+    built_in: Source | None
+
+    NONE = 0, Source("none", "", None, "#b0b6be", "#556070")
+    CONTEXT = 1, Source("context", "C", "38;5;28", "#008888", "#22ffdd")
+    HISTORY = 12, Source("history", "H", "38;5;94", "#997700", "#ffffaa")
+    PREDICTION = 13, Source("prediction", "P", "38;5;25", "#0011cc", "#5588ff")
+    MODEL = 2, Source("model", "M", "38;5;111", "#0077ee", "#22bbdd")
+    CORPUS = 3, Source("corpus", "S", "38;5;138", "#bb1166", "#ff4488")
+    LOOKAHEAD = 4, Source("lookahead", "", "38;5;30", "#666677", "#778877")
+    RECYCLED = 5, Source("recycled", "R", "38;5;208", "#773300", "#cc9911")
+    LAST = 7, Source("last", "L", "38;5;160", "#ee2222", "#ff2200")
+    HEADS = 8, Source("heads", "A", "38;5;207", "#aa44ff", "#bb44ff")
+    DRAFTER = 15, Source("drafter", "D", "38;5;63", "#00bb00", "#00ff00")
+    GRAMMAR = 14, Source("grammar", "", "38;5;126", "#440011", "#eeaa99")
+    PLUGIN_1 = 6
+    PLUGIN_2 = 9
+    PLUGIN_3 = 10
+    PLUGIN_4 = 11
+
+    def __new__(cls, number: int, built_in: Source | None = None) -> Self:
+        member = int.__new__(cls, number)
+        member._value_, member.built_in = number, built_in
+        return member
+
+    def __str__(self) -> str:
+        source = _SOURCES.get(self)
+        return source.name if source else self.name.lower()
+
+
 PLUGINS = (SourceId.PLUGIN_1, SourceId.PLUGIN_2, SourceId.PLUGIN_3, SourceId.PLUGIN_4)
 """Numbers of plug-ins, assigned in the order in which they register."""
-_SOURCES = {
-    SourceId.NONE: Source("none", "", None, "#b0b6be", "#556070"),
-    SourceId.CONTEXT: Source("context", "C", "38;5;28", "#008888", "#22ffdd"),
-    SourceId.HISTORY: Source("history", "H", "38;5;94", "#997700", "#ffffaa"),
-    SourceId.PREDICTION: Source("prediction", "P", "38;5;25", "#0011cc", "#5588ff"),
-    SourceId.MODEL: Source("model", "M", "38;5;111", "#0077ee", "#22bbdd"),
-    SourceId.CORPUS: Source("corpus", "S", "38;5;138", "#bb1166", "#ff4488"),
-    SourceId.LOOKAHEAD: Source("lookahead", "", "38;5;30", "#666677", "#778877"),
-    SourceId.RECYCLED: Source("recycled", "R", "38;5;208", "#773300", "#cc9911"),
-    SourceId.LAST: Source("last", "L", "38;5;160", "#ee2222", "#ff2200"),
-    SourceId.HEADS: Source("heads", "A", "38;5;207", "#aa44ff", "#bb44ff"),
-    SourceId.DRAFTER: Source("drafter", "D", "38;5;63", "#00bb00", "#00ff00"),
-    SourceId.GRAMMAR: Source("grammar", "", "38;5;126", "#440011", "#eeaa99"),
-}
+_SOURCES = {number: number.built_in for number in SourceId if number.built_in}
 
 
 def register(source: Source) -> SourceId:
@@ -112,21 +107,24 @@ def plugins() -> dict[SourceId, Source]:
     return {number: _SOURCES[number] for number in PLUGINS if number in _SOURCES}
 
 
-def source_of(letter: str) -> SourceId:
-    """Return the number of the source with this letter; raise OptionError if there is none."""
+def source_of(name: str) -> SourceId:
+    """Return the number of the source with this name or letter; raise OptionError if there is none."""
     for number, source in _SOURCES.items():
-        if letter and source.letter == letter:
-            return number
-    letters = ", ".join(source.letter for source in _SOURCES.values() if source.letter)
-    raise OptionError(f"there is no source {letter!r}: the letters are {letters}")
-
-
-def source_named(name: str) -> SourceId:
-    """Return the number of the source with this name; raise OptionError if there is none."""
-    for number, source in _SOURCES.items():
-        if source.name == name:
+        if name and name in (source.name, source.letter):
             return number
     raise OptionError(f"there is no source {name!r}: the sources are {', '.join(map(str, _SOURCES))}")
+
+
+SOURCE_LETTERS = "CMS"
+"""Letters of the context table, the model store and the corpus index."""
+LOGIT_LETTERS = "LR"
+"""Letters of the sources that read the model's logits: last-token logits and recycled rankings."""
+HISTORY_LETTER = "H"
+STORE_LETTERS = "CHMS"
+"""Letters of the sources that draft from tokens alone."""
+SOURCE_NAMES = {letter: str(source_of(letter)) for letter in STORE_LETTERS + LOGIT_LETTERS} | {"L": "last-logits"}
+"""Names that options accept instead of letters."""
+ALL_LETTERS = "".join(SOURCE_NAMES)
 
 
 @cache

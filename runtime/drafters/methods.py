@@ -18,7 +18,7 @@ from hdtool.runtime.budget.node_budget import (
     SharedCosts,
 )
 from hdtool.runtime.caches.moves import compile_moves
-from hdtool.runtime.config.decoding import HIERARCHIES, HISTORY_LETTER, TRAINED, DecodeConfig, PaperConfig
+from hdtool.runtime.config.decoding import HIERARCHIES, TRAINED, DecodeConfig, PaperConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.source_names import plugins
 from hdtool.runtime.core.drafter import Drafter, NoDraft
@@ -152,8 +152,8 @@ def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetFactory,
         last="L" in config.drafts_from,
         recycled="R" in config.drafts_from,
         trained=trained,
-        history=store_set.history if HISTORY_LETTER in config.drafts_from else None,
-        remembers=HISTORY_LETTER in config.drafts_from,
+        history=store_set.history if config.has_history else None,
+        remembers=config.has_history,
         plugins={
             number: source.evidence
             for number, source in plugins().items()
@@ -172,16 +172,12 @@ DRAFTER_FACTORIES: dict[str, DrafterFactory] = {
     "pld": lambda config, stores, budget, target: PromptLookup(budget=budget()),
     "lade": lambda config, stores, budget, target: lookahead_decoding(),
     "sam": lambda config, stores, budget, target: SamDecoding(budget()),
-    "suffix": lambda config, stores, budget, target: SuffixDecoding(
-        budget(), remembers=HISTORY_LETTER in config.drafts_from
-    ),
+    "suffix": lambda config, stores, budget, target: SuffixDecoding(budget(), remembers=config.has_history),
     "rest": _corpus,
     "hd-paper": _paper,
     "logitspec": lambda config, stores, budget, target: LogitSpec(budget()),
-    "tr": lambda config, stores, budget, target: TokenRecycling(
-        budget(), remembers=HISTORY_LETTER in config.drafts_from
-    ),
-    "racer": lambda config, stores, budget, target: Racer(budget(), remembers=HISTORY_LETTER in config.drafts_from),
+    "tr": lambda config, stores, budget, target: TokenRecycling(budget(), remembers=config.has_history),
+    "racer": lambda config, stores, budget, target: Racer(budget(), remembers=config.has_history),
     **dict.fromkeys(HIERARCHIES, _hierarchy),
     **dict.fromkeys((name for name in TRAINED if name not in HIERARCHIES), _trained),
 }

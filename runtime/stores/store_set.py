@@ -22,14 +22,8 @@ from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerpri
 from hdtool.data.stores.store import read_manifest, read_store
 from hdtool.data.stores.store_files import MANIFEST
 from hdtool.data.stores.tenant import history_of_tenant
-from hdtool.runtime.config.decoding import (
-    HISTORY_LETTER,
-    HOME,
-    SOURCE_LETTERS,
-    SOURCE_NAMES,
-    DecodeConfig,
-    StoresConfig,
-)
+from hdtool.runtime.config.decoding import HOME, DecodeConfig, StoresConfig
+from hdtool.runtime.config.source_names import SOURCE_LETTERS, SOURCE_NAMES
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_files import create_if_new
 from hdtool.runtime.stores.history_store import History, HistoryStore
@@ -99,7 +93,7 @@ class StoreSet:
 
     def with_history(self, config: DecodeConfig, weights: Callable[[], str], *, read_only: bool = False) -> StoreSet:
         """Return the stores with the history that ``config`` drafts from, if any; see ``open_history``."""
-        if HISTORY_LETTER not in config.drafts_from:
+        if not config.has_history:
             return self
         store = self.open_history(config.history, weights, read_only=read_only) if config.keeps_history else None
         return replace(self, history=History(prompts=config.history_prompts, store=store))

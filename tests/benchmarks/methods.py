@@ -17,7 +17,7 @@ import torch
 
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, replay_method
 from hdtool.data.prompts import tasks_of
-from hdtool.runtime.config.decoding import METHODS, ReplayConfig
+from hdtool.runtime.config.decoding import READ_LOGITS, TAKE_HISTORY, ReplayConfig
 from hdtool.runtime.drafters.methods import DRAFTER_FACTORIES
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixConfig, SuffixDecoding
 from hdtool.runtime.kernels.machine import machine
@@ -77,9 +77,9 @@ def main() -> None:
     for title, how in (("cold", cold), ("warm", warm)):
         table: Table | None = None
         for name in config.methods_with(corpus=stores.corpus is not None, rankings=ranked):
-            if how is warm and not METHODS[name].history:
+            if how is warm and name not in TAKE_HISTORY:
                 continue
-            method, reads_logits = ReplayMethod(name, config.decoding(name)), bool(METHODS[name].logits)
+            method, reads_logits = ReplayMethod(name, config.decoding(name)), name in READ_LOGITS
             results = {f"`{name}`": how(method, conversations, stores)}
             if name == "suffix":
                 with generous():

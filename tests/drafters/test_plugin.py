@@ -23,7 +23,6 @@ from hdtool.runtime.config.source_names import (
     SourceId,
     register,
     registered,
-    source_named,
     source_of,
     unregister,
 )
@@ -142,7 +141,7 @@ def test_answers_stay_the_same(sampling: SamplingConfig) -> None:
 
 
 def test_it_is_named_and_colored(plugin: SourceId) -> None:
-    assert str(plugin) == "counting" and source_named("counting") == plugin
+    assert str(plugin) == "counting" and source_of("counting") == plugin
     assert colored("word", plugin) == "\033[94mword\033[0m"
     assert "counting" in legend([plugin])
     assert [theme.source("counting") for theme in THEMES] == ["#123456", "#654321"]
@@ -197,7 +196,7 @@ def test_replay_reports_it(plugin: SourceId, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_an_unknown_name_or_letter_is_an_error() -> None:
-    assert source_of("C") == source_named("context") == SourceId.CONTEXT
-    for find, unknown in ((source_named, "weather"), (source_of, "?"), (source_of, "")):
+    assert source_of("C") == source_of("context") == SourceId.CONTEXT
+    for unknown in ("weather", "?", ""):
         with pytest.raises(OptionError, match="there is no source"):
-            find(unknown)
+            source_of(unknown)

@@ -29,7 +29,7 @@ from hdtool.data.errors import HdtoolError
 from hdtool.data.prompts import read_prompts
 from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.config.decoding import METHODS, NEED_LOGITS, DecodeConfig, ReplayConfig, StoresConfig
+from hdtool.runtime.config.decoding import METHODS, NEED_LOGITS, TAKE_HISTORY, DecodeConfig, ReplayConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.sampler import Sampler
@@ -363,7 +363,7 @@ def test_json_has_the_figures_under_their_names(command: list[str], capfd: pytes
         assert not {"tokens_per_second", "pays"} & set(one)
     assert set(told["methods"]["hd"]["by_source"]) == {"context", "history", "model", "corpus"}
     assert {name: one["history"] for name, one in told["methods"].items()} == {
-        name: "growing" if METHODS[name].history else "none" for name in REPLAYED
+        name: "growing" if name in TAKE_HISTORY else "none" for name in REPLAYED
     }
     assert told["warm"] == [] and {one["warm_tokens"] for one in told["methods"].values()} == {0}
 

@@ -177,4 +177,4 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
 def test_replays_of_sources_have_no_history() -> None:
     """Their subject is the sources alone, and conversations are replayed many times."""
     study = Study([], StoreSet())
-    assert not study.contender("CMS").has_history
+    assert not study.contender("CMS").config.has_history

@@ -18,7 +18,7 @@ from hdtool.builders.evaluation.report.tables import (
 from hdtool.builders.evaluation.scores import ALL_TASKS, Scores, method_in_words, scores_of
 from hdtool.data.answered_questions import AnsweredQuestion
 from hdtool.data.bench_results import Results
-from hdtool.runtime.config.source_names import source_named
+from hdtool.runtime.config.source_names import source_of
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,6 @@ def _shares(method: str, rows: Sequence[AnsweredQuestion]) -> SourceShares:
             int(sum(turn.sources.get(name, {}).get(key, 0) for turn in turns))
             for key in ("drafted", "accepted", "hits")
         )
-        sources[name] = SourceCounts(drafted, accepted, hits, wins[source_named(name)])
+        sources[name] = SourceCounts(drafted, accepted, hits, wins[source_of(name)])
     # The first step is the prefill, for which nothing is drafted.
     return SourceShares(method, sum(len(turn.step_tokens) - 1 for turn in turns), sources)
