@@ -10,7 +10,6 @@ from hdtool.data.prompts import Prompt
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.generation.text_stream import (
-    BeforeStop,
     Piece,
     TextStream,
     before_stop,
@@ -59,11 +58,11 @@ class Answer:
             self._add_seconds()
 
     def __iter__(self) -> Iterator[str]:
-        text, shown = TextStream(self._tokenizer), BeforeStop(self._stop)
+        text = TextStream(self._tokenizer, self._stop)
         while step := self._next_step():
-            if piece := shown.add(text.add(step.tokens)):
+            if piece := text.add(step.tokens):
                 yield piece
-        if rest := shown.add(text.end(), is_last=True):
+        if rest := text.end():
             yield rest
 
     def by_source(self) -> Iterator[Piece]:

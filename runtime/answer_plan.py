@@ -24,7 +24,7 @@ from hdtool.runtime.core.sampler import Criterion, Sampler
 from hdtool.runtime.core.sequence import Key, Request, room_for
 from hdtool.runtime.generation.grammar import GrammarCompiler, Guide, guided_drafter, masks_of
 from hdtool.runtime.generation.settings import NO_SETTINGS, refuse_settings
-from hdtool.runtime.generation.text_stream import BeforeStop, TextStream
+from hdtool.runtime.generation.text_stream import TextStream
 from hdtool.runtime.target.load import Loaded
 
 if TYPE_CHECKING:
@@ -86,11 +86,11 @@ def plan_answer(
     """
     room, _ = room_for(loaded.target, prompt, max_new_tokens)
     own, criteria = _processors_and_criteria(loaded, config, prompt, room)
-    ends = [meets(criteria, loaded.target.model.device)] if criteria else []
+    met, _ = criteria_and_ends(criteria, loaded.target.model.device)
     if config.stop:
-        ends.append(_completes(config.stop, loaded.tokenizer))
+        met.append(_completes(config.stop, loaded.tokenizer))
     all_processors = LogitsProcessorList([*masks_of(guide), *processors, *own])
-    sampler = Sampler(config, prompt, processors=all_processors, criteria=ends)
+    sampler = Sampler(config, prompt, processors=all_processors, criteria=met)
     return AnswerPlan(prompt, sampler, max_new_tokens, loaded.stops, guide)
 
 
@@ -102,23 +102,29 @@ def sampler_for(
     return plan.sampler, plan.stops
 
 
-def meets(
+def criteria_and_ends(
     criteria: StoppingCriteriaList, device: torch.device, scores: Callable[[Any], Any] = lambda _: None
-) -> Criterion:
-    """Return the criterion that stopping criteria of transformers are met; ``scores`` returns their scores.
+) -> tuple[list[Criterion], frozenset[int]]:
+    """Return transformers' stopping criteria as criteria of a sampler, and the tokens that end an answer.
 
-    Such criteria may be stateful, too.
+    The loop itself checks these tokens and the length. ``scores`` returns the scores that criteria are called with.
     """
-    return lambda sampler, token: bool(criteria(sampler.ids(device), scores(sampler)).all())
+    ends = {token for each in criteria if type(each) is EosTokenCriteria for token in each.eos_token_id.tolist()}
+    checked = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
+
+    def is_met(sampler: Any, token: int) -> bool:
+        return bool(checked(sampler.ids(device), scores(sampler)).all())
+
+    return [is_met] if checked else [], frozenset(ends)
 
 
 def _completes(stops: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Criterion:
     """Return the criterion that a token completes a stop string."""
-    stream, text = TextStream(tokenizer), BeforeStop(stops)
+    text = TextStream(tokenizer, stops)
 
     def is_met(sampler: Sampler, token: int) -> bool:
-        text.add(stream.add([token]))
-        return text.found is not None
+        text.add([token])
+        return text.shown.found is not None
 
     return is_met
 
@@ -140,10 +146,8 @@ def _processors_and_criteria(
         generation_config: GenerationConfig,
         **others: Any,
     ) -> torch.Tensor:
-        # The loop itself checks the length and the end tokens.
-        applied_by_loop = (MaxLengthCriteria, EosTokenCriteria)
         processors.extend(logits_processor)
-        criteria.extend(criterion for criterion in stopping_criteria if not isinstance(criterion, applied_by_loop))
+        criteria.extend(stopping_criteria)
         return input_ids
 
     ids = torch.tensor([list(prompt)], device=model.device)

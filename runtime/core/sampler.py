@@ -149,7 +149,8 @@ class Sampler:
     def take(self, token: int, stops: Container[int] = ()) -> bool:
         """Append an emitted token to the context; return True if it ends the answer, as the tokens in ``stops`` do."""
         self.context.append(token)
-        return token in stops or (bool(self._criteria) and any(is_met(self, token) for is_met in self._criteria))
+        met = [is_met(self, token) for is_met in self._criteria]
+        return any(met) or token in stops
 
     def _find_only_mask(self, padding: Sequence[int]) -> Mask | None:
         if len(self.pre_processors) != 1 or padding:

@@ -30,13 +30,17 @@ BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {
 class TextStream:
     """Detokenizes incrementally: returns text once it can no longer change, in pieces that join to the full text.
 
+    The text ends before the first stop string, and text that may begin one is held back.
+
     The text of a token may depend on the token before it, so new ids are decoded together with the ids of the last
     returned piece, ``_ids[_start:_read]``. Special tokens, which ``text_of`` skips, are dropped on arrival, so that a
     long run of them is not decoded again with each new token.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer, self.shown = tokenizer, BeforeStop(stops)
         self._decode = (
             decoder_of(tokenizer) if skip_special_tokens else partial(text_of, tokenizer, skip_special_tokens=False)
         )
@@ -47,6 +51,9 @@ class TextStream:
 
     def add(self, ids: Sequence[int]) -> str:
         """Append ids and return the text that they complete, or an empty string while a character is incomplete."""
+        return self.shown.add(self._complete(ids))
+
+    def _complete(self, ids: Sequence[int]) -> str:
         self._ids.extend(ids)
         fresh = self._unread()
         if not fresh or fresh.endswith(REPLACEMENT):
@@ -57,9 +64,7 @@ class TextStream:
 
     def end(self) -> str:
         """Return the rest of the text at the end of the answer, incomplete characters included."""
-        fresh = self._unread()
-        self._read = len(self._ids)
-        return fresh
+        return self.shown.add(self._unread(), is_last=True)
 
     def _drop_skipped(self, newest: int) -> None:
         """Drop special tokens from the last ``newest`` ids; ``_decode`` skips these tokens in any context."""

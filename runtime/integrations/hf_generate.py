@@ -13,9 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import (
-    EosTokenCriteria,
     LogitsProcessorList,
-    MaxLengthCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
@@ -23,13 +21,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Grammar
-from hdtool.runtime.answer_plan import AnswerPlan, meets
+from hdtool.runtime.answer_plan import AnswerPlan, criteria_and_ends
 from hdtool.runtime.config.decoding import HIERARCHIES, DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.draws import NOT_FINITE
 from hdtool.runtime.core.prefix_cache import PrefixCache
-from hdtool.runtime.core.sampler import Sampler, seed_of
+from hdtool.runtime.core.sampler import Criterion, Sampler, seed_of
 from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.core.session import Session
 from hdtool.runtime.drafters.deferred import deferred
@@ -221,14 +219,10 @@ class Generator:
         if streamer is not None and len(requests) > 1:
             raise UnsupportedCallError(STREAMER_ERROR)
         first_seed, predictions = self._seed_for(requests[0], seed), predictions_of(prediction, len(requests))
-        # The loop itself limits the length, to tell an answer that reached the limit from one that stopped.
-        criteria = StoppingCriteriaList(each for each in stopping_criteria if type(each) is not MaxLengthCriteria)
+        criteria = StoppingCriteriaList(stopping_criteria)
         if stop_strings:
             criteria.append(self._stop_criterion(stop_strings))
-        ends: list[int] = []
-        if all(type(each) is EosTokenCriteria for each in criteria):  # other criteria see the tokens that end answers
-            ends = [token for each in criteria for token in each.eos_token_id.tolist()]
-            criteria.clear()
+        met, ends = criteria_and_ends(criteria, input_ids.device, lambda sampler: sampler.scores_recorded)
         with self._calls.held(), _prepared(model):
             rows = []
             for number, request in enumerate(requests):
@@ -236,11 +230,9 @@ class Generator:
                 processors = _processors_of_row(logits_processor, number, len(requests))
                 if guide:
                     processors.insert(0, GrammarProcessor(guide))
-                sampler = _Recorder(
-                    request, processors, seed_of(first_seed, number) % 2**63, input_ids.device, criteria
-                )
+                sampler = _Recorder(request, processors, seed_of(first_seed, number) % 2**63, input_ids.device, met)
                 predicted = self._rollouts.prediction(request.prompt, predictions[number])
-                plan = AnswerPlan(request.prompt, sampler, request.max_new_tokens, frozenset(ends), guide)
+                plan = AnswerPlan(request.prompt, sampler, request.max_new_tokens, ends, guide)
                 rows.append(_Row(request, sampler, plan, predicted))
             for row, step in self._steps(model, rows):
                 row.output += step.tokens
@@ -340,12 +332,11 @@ class _Recorder(Sampler):
         processors: LogitsProcessorList,
         seed: int,
         device: torch.device,
-        criteria: StoppingCriteriaList | None = None,
+        criteria: Sequence[Criterion] = (),
     ) -> None:
         # The processors apply the temperature; 1 only selects sampling.
         config = SamplingConfig(temperature=1.0 if request.draws else 0.0, seed=seed)
-        met = [meets(criteria, device, lambda sampler: sampler.scores_recorded)] if criteria else []
-        super().__init__(config, request.prompt, processors=processors, padding=request.padding, criteria=met)
+        super().__init__(config, request.prompt, processors=processors, padding=request.padding, criteria=criteria)
         self.device = device
         """Device of the prompt, on which processors and criteria run."""
         self.scores_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_scores else None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.core.sequence import Finish, Stats, Step
-from hdtool.runtime.generation.text_stream import BeforeStop, TextStream
+from hdtool.runtime.generation.text_stream import TextStream
 from hdtool.runtime.integrations.server.formats import (
     LENGTH,
     OVERLOADED,
@@ -145,8 +145,7 @@ class AnswerText:
         self._thinking = ThinkingReader.of(tokenizer, prompt.rendered) if is_free and not has_own else None
         # Tool calls and thinking may be marked by special tokens.
         has_marks = self._reader or (self._thinking and THINK_CLOSING in tokenizer.all_special_tokens)
-        self._stream = TextStream(tokenizer, skip_special_tokens=not has_marks)
-        self._shown = BeforeStop(choice.stop_texts)
+        self._stream = TextStream(tokenizer, choice.stop_texts, skip_special_tokens=not has_marks)
         self._num_calls = 0
         self._num_reported = 0
         self._required_text = ""
@@ -167,7 +166,6 @@ class AnswerText:
     def _add(self, tokens: list[int], finish: Finish | None) -> Delta:
         tokens = tokens[:-1] if finish is Finish.STOP and tokens[-1] in self._ends else tokens
         text = self._stream.add(tokens) + (self._stream.end() if finish else "")
-        text = self._shown.add(text, is_last=finish is not None)
         reasoning: str = ""
         calls: list[ToolCall] = []
         if self._thinking:
@@ -183,7 +181,7 @@ class AnswerText:
         if (max_calls := self._choice.prompt.tools.max_calls) is not None:
             calls = calls[: max_calls - self._num_calls]
         self._num_calls += len(calls)
-        stop_text = self._shown.found if finish else None
+        stop_text = self._stream.shown.found if finish else None
         return Delta(text, reasoning, calls, self._new_logprobs(len(tokens)), self._reason(finish), stop_text)
 
     def _reason(self, finish: Finish | None) -> str | None:
