@@ -24,11 +24,11 @@ from hdtool.data.durable_files import (
 )
 from hdtool.data.errors import PromptError, os_errors_as
 from hdtool.data.prompts import GrammarKind, Prompt
-from hdtool.runtime.answer import Answer
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import RankingRecorder
+from hdtool.runtime.streamed_answer import Answer
 
 
 class GenerationFile:

@@ -23,10 +23,10 @@ from hdtool.data.home import home
 from hdtool.data.memory import available_memory
 from hdtool.data.progress import abbreviated, count_of
 from hdtool.data.prompts import Prompt
-from hdtool.data.stores.home import StoredItem, stored_items
 from hdtool.data.stores.kinds import MODEL_KIND
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
-from hdtool.data.stores.store import read_manifest
+from hdtool.data.stores.store_folder import read_manifest
+from hdtool.data.stores.stores_at_home import StoredItem, stored_items
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig

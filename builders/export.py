@@ -24,9 +24,9 @@ from hdtool.data.documents import Document, Tokens
 from hdtool.data.errors import ModelError, OptionError, StoreError, os_errors_as
 from hdtool.data.output_files import OutputFile
 from hdtool.data.progress import ProgressBar, progress_bar
-from hdtool.data.stores.home import history_at_home
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
-from hdtool.data.stores.store_files import holds_history
+from hdtool.data.stores.store_file_names import holds_history
+from hdtool.data.stores.stores_at_home import history_at_home
 from hdtool.runtime.config.decoding import HOME, MEMORY, NO_HISTORY, DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.stores.library import Library

@@ -96,7 +96,7 @@ def bench_shape(
 
 def _contender(name: str, loaded: Loaded, store_set: StoreSet, decoding: DecodeConfig) -> Reproducing:
     from hdtool.builders.evaluation.recorded_bench import drafting_contender, generate_contender
-    from hdtool.runtime.drafters.methods import drafter_for
+    from hdtool.runtime.drafters.drafter_factory import drafter_for
 
     if name in SHAPE_PEERS:
         return generate_contender(loaded.target, **SHAPE_PEERS[name])

@@ -14,7 +14,7 @@ from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.notes import note, tell
 from hdtool.data.stores.kinds import BUILT_KINDS, CORPUS_KIND, MODEL_KIND
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
-from hdtool.data.stores.store import check_replaceable, refuse_replacing
+from hdtool.data.stores.store_folder import check_replaceable, refuse_replacing
 from hdtool.runtime.config.building import AMPHISTA, MEDUSA, BuildConfig, HeadsConfig, TrainConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.settings import Panel, Use
@@ -133,7 +133,7 @@ def _build(
 def _folder_at_home(
     kind: str, model: Checkpoint | None, tokenizer: TokenizerFingerprint, namespace: str | None, name: str
 ) -> Path:
-    from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
+    from hdtool.data.stores.stores_at_home import corpus_index_at_home, model_store_at_home
 
     if kind != MODEL_KIND:
         return corpus_index_at_home(tokenizer, namespace)

@@ -22,7 +22,7 @@ from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.data.progress import show_bars
 from hdtool.data.prompts import Prompt, read_tools
-from hdtool.data.stores.home import NO_STORE
+from hdtool.data.stores.stores_at_home import NO_STORE
 from hdtool.runtime.config.decoding import METHODS, GrammarConfig
 from hdtool.runtime.config.measuring import PEERS, SHAPE_PEERS, ShapeConfig
 from hdtool.runtime.config.settings import ANY_USE, Panel, Use
@@ -34,8 +34,8 @@ def require_stores(parameters: Mapping[str, Any]) -> None:
     """Raise StoreError if ``--model-db`` or ``--corpus-db`` names a store that does not exist."""
     named = [value for name in STORE_OPTIONS if isinstance(value := parameters.get(name), str) and value != NO_STORE]
     if named:
-        from hdtool.data.stores.home import store_folder
-        from hdtool.data.stores.store import read_manifest
+        from hdtool.data.stores.store_folder import read_manifest
+        from hdtool.data.stores.stores_at_home import store_folder
 
         for name in named:
             read_manifest(store_folder(name))

@@ -52,7 +52,7 @@ def demo(
     from hdtool.cli import demo_output as output
     from hdtool.cli.answer_output import colors_shown, legend
     from hdtool.runtime.answerer import Answerer
-    from hdtool.runtime.drafters.methods import compile_ahead, finish_compiling
+    from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compiling
 
     quiet_libraries()
     compile_ahead(loading, decoding.method)

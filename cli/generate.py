@@ -126,7 +126,7 @@ def generate(
         stream_answer,
     )
     from hdtool.runtime.answerer import Answerer
-    from hdtool.runtime.config.source_names import SourceId
+    from hdtool.runtime.config.draft_sources import SourceId
 
     quiet_libraries()
     answerer = Answerer(loading, decoding, sampling, chat, store_set)

@@ -21,8 +21,8 @@ from hdtool.data.progress import count_of
 from hdtool.data.stores.history_manifest import HistoryManifest, require_history
 from hdtool.data.stores.kinds import MODEL_KIND
 from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import damaged_files, read_store, require_store
-from hdtool.data.stores.store_files import holds_history, printable
+from hdtool.data.stores.store_file_names import holds_history, printable
+from hdtool.data.stores.store_folder import damaged_files, read_store, require_store
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.settings import Panel
 

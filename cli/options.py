@@ -15,9 +15,9 @@ import typer
 from hdtool.cli.command import HELP_ALL, MODEL_ARGUMENT, Option, help_all, method_names, model_argument
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config.decoding import HIERARCHIES
+from hdtool.runtime.config.draft_sources import SOURCE_NAMES
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.settings import RARE, NoEffect, Panel, Settings, Use, option_of
-from hdtool.runtime.config.source_names import SOURCE_NAMES
 
 T = TypeVar("T")
 _types = cache(get_type_hints)
@@ -187,7 +187,7 @@ Rankings = Annotated[
 
 def store_by_name(name: str) -> Path:
     """Return the folder of a store that is given by its path or by its name in hdtool's home."""
-    from hdtool.data.stores.home import store_folder
+    from hdtool.data.stores.stores_at_home import store_folder
 
     return store_folder(name)
 

@@ -264,7 +264,7 @@ def _memory(result: ReplayResult) -> dict[str, Any]:
 
 def turn_record(result: ReplayResult, turn: ReplayedTurn) -> dict[str, Any]:
     """Return one record of the ``--steps`` file: the steps of one method in one turn."""
-    from hdtool.runtime.config.source_names import SourceId
+    from hdtool.runtime.config.draft_sources import SourceId
 
     return {
         "method": result.method,

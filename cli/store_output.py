@@ -20,14 +20,14 @@ from hdtool.data.progress import abbreviated, count_of
 from hdtool.data.record_counts import Tally
 from hdtool.data.stores.kinds import CORPUS_KIND, MODEL_KIND
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
-from hdtool.data.stores.store_files import printable
+from hdtool.data.stores.store_file_names import printable
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.model import ModelConfig
 
 if TYPE_CHECKING:
     from hdtool.builders.stores.build_engine import BuildEngine
     from hdtool.data.documents import Document, Source
-    from hdtool.data.stores.home import StoredItem
+    from hdtool.data.stores.stores_at_home import StoredItem
     from hdtool.runtime.kernels.compiled import Ints
     from hdtool.runtime.stores.history_store import HistoryStore
 

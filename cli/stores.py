@@ -28,7 +28,11 @@ from hdtool.data.errors import OptionError, StoreError, did_you_mean
 from hdtool.data.home import home
 from hdtool.data.notes import note, tell
 from hdtool.data.progress import count_of
-from hdtool.data.stores.home import (
+from hdtool.data.stores.kinds import MODEL_KIND
+from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
+from hdtool.data.stores.store_file_names import holds_history
+from hdtool.data.stores.store_folder import read_manifest, refuse_replacing, require_store
+from hdtool.data.stores.stores_at_home import (
     SHOWN_FINGERPRINT_DIGITS,
     StoredItem,
     find_item,
@@ -36,10 +40,6 @@ from hdtool.data.stores.home import (
     stored_items,
     with_unique_names,
 )
-from hdtool.data.stores.kinds import MODEL_KIND
-from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import read_manifest, refuse_replacing, require_store
-from hdtool.data.stores.store_files import holds_history
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.settings import Panel, Use

@@ -7,7 +7,7 @@ from typing import Any
 
 from hdtool.cli.command import names_model
 from hdtool.data.errors import did_you_mean
-from hdtool.data.stores.store_files import printable
+from hdtool.data.stores.store_file_names import printable
 
 MAX_SHOWN = 80
 """Number of characters of an unknown command that its message quotes."""

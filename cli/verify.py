@@ -59,7 +59,7 @@ def verify(
     questions = with_structure(read_prompts(prompts or demo.PROMPTS)[: size.limit], structure, tools)
     from hdtool.builders.evaluation.verify import Verifier
     from hdtool.cli.answer_output import print_stores
-    from hdtool.runtime.drafters.methods import compile_ahead, drafter_for, finish_compiling
+    from hdtool.runtime.drafters.drafter_factory import compile_ahead, drafter_for, finish_compiling
     from hdtool.runtime.target.load import load
     from hdtool.runtime.target.threads import choose_threads
 

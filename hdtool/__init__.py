@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from hdtool.data.prompts import Grammar
     from hdtool.runtime.answer_plan import sampler_for
     from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+    from hdtool.runtime.config.draft_sources import Source, register
     from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-    from hdtool.runtime.config.source_names import Source, register
     from hdtool.runtime.core.sequence import Request, Stats
     from hdtool.runtime.core.session import decode, decode_batch
-    from hdtool.runtime.drafters.methods import drafter_for
+    from hdtool.runtime.drafters.drafter_factory import drafter_for
     from hdtool.runtime.integrations.hf_generate import Generator
     from hdtool.runtime.stores.store_set import StoreSet, open_store
     from hdtool.runtime.target.load import load
@@ -60,17 +60,17 @@ _PLACES = {
     "ModelConfig": "hdtool.runtime.config.model",
     "Request": "hdtool.runtime.core.sequence",
     "SamplingConfig": "hdtool.runtime.config.model",
-    "Source": "hdtool.runtime.config.source_names",
+    "Source": "hdtool.runtime.config.draft_sources",
     "Stats": "hdtool.runtime.core.sequence",
     "StoreSet": "hdtool.runtime.stores.store_set",
     "StoresConfig": "hdtool.runtime.config.decoding",
     "Verifier": "hdtool.builders.evaluation.verify",
     "decode": "hdtool.runtime.core.session",
     "decode_batch": "hdtool.runtime.core.session",
-    "drafter_for": "hdtool.runtime.drafters.methods",
+    "drafter_for": "hdtool.runtime.drafters.drafter_factory",
     "load": "hdtool.runtime.target.load",
     "open_store": "hdtool.runtime.stores.store_set",
-    "register": "hdtool.runtime.config.source_names",
+    "register": "hdtool.runtime.config.draft_sources",
     "sampler_for": "hdtool.runtime.answer_plan",
 }
 """Module that defines each public name."""

@@ -37,7 +37,7 @@ def _pass_steps() -> list[Callable[[], None]]:
 
 
 def _drafter_steps() -> list[Callable[[], None]]:
-    from hdtool.runtime.drafters.methods import compile_hierarchy
+    from hdtool.runtime.drafters.drafter_factory import compile_hierarchy
 
     return [compile_hierarchy]
 

@@ -159,6 +159,6 @@ def _each_value_once(cases: list[pytest.Function]) -> list[pytest.Function]:
 def known_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward passes cost what this curve says; measuring them takes most of the time of a short answer."""
     from hdtool.runtime.budget.cost_curve import CostCurve
-    from hdtool.runtime.drafters import methods
+    from hdtool.runtime.drafters import drafter_factory
 
-    monkeypatch.setattr(methods, "cost_curve_for", lambda target, batch: CostCurve.parse("0:1,64:2"))
+    monkeypatch.setattr(drafter_factory, "cost_curve_for", lambda target, batch: CostCurve.parse("0:1,64:2"))

@@ -39,8 +39,8 @@ from transformers.utils import logging
 from hdtool.builders.heads.training_loop import CHECKPOINT_FILE
 from hdtool.cli.app import run
 from hdtool.data.errors import HdtoolError
-from hdtool.data.stores.store import damaged_files, read_manifest
-from hdtool.data.stores.store_files import MANIFEST
+from hdtool.data.stores.store_file_names import MANIFEST
+from hdtool.data.stores.store_folder import damaged_files, read_manifest
 from hdtool.runtime.drafters.heads.checkpoint import SETTINGS_FILE, WEIGHTS_FILE
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore

@@ -20,7 +20,7 @@ from hdtool.data.errors import StoreError
 from hdtool.data.home import home
 from hdtool.data.progress import progress_bar
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import file_checksum, read_manifest
+from hdtool.data.stores.store_folder import file_checksum, read_manifest
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.model import ModelConfig

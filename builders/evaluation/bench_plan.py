@@ -40,10 +40,10 @@ from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt, interleave_categories
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config.decoding import METHODS, DecodeConfig, StoresConfig, methods_with
+from hdtool.runtime.config.draft_sources import SOURCE_LETTERS
 from hdtool.runtime.config.measuring import LLAMA_CPP, OTHER_FILE, PEERS, WITHOUT_GRAMMARS, BenchConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.source_names import SOURCE_LETTERS
-from hdtool.runtime.drafters.methods import compile_ahead, finish_compiling
+from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compiling
 from hdtool.runtime.drafters.trained_methods import methods_with_drafters
 from hdtool.runtime.kernels.linear import has_compiled_layers, share_weights
 from hdtool.runtime.kernels.machine import dtype_name

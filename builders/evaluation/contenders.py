@@ -25,7 +25,7 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish, Step, room_for
 from hdtool.runtime.core.session import decode_request
-from hdtool.runtime.drafters.methods import DrafterMaker
+from hdtool.runtime.drafters.drafter_factory import DrafterMaker
 from hdtool.runtime.generation.grammar import Guide, masks_of
 from hdtool.runtime.generation.settings import refuse_settings
 from hdtool.runtime.generation.text_stream import text_of

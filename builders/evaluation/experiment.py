@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.answered_questions import AnsweredTurn, Answers
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.measuring import COLD, WARM
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Stats, Step
 from hdtool.runtime.generation.text_stream import Piece, pieces_of

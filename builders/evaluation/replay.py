@@ -24,8 +24,8 @@ from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.node_budget import Budget, CostBudget, FixedBudget
 from hdtool.runtime.config.budgets import FIXED_BUDGET
 from hdtool.runtime.config.decoding import READ_LOGITS, DecodeConfig
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.core.engine_interface import Verified
@@ -33,7 +33,7 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
-from hdtool.runtime.drafters.methods import drafter_with_budget
+from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.stores.store_set import StoreSet
 
 Ints = npt.NDArray[Any]

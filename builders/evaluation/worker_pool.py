@@ -27,7 +27,7 @@ from hdtool.data.errors import HdtoolError
 from hdtool.data.processes import isolated_children
 from hdtool.data.progress import ProgressBar, progress_bar
 from hdtool.runtime.config.decoding import TAKE_HISTORY
-from hdtool.runtime.drafters.methods import drafter_with_budget
+from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.stores.store_set import StoreSet
 
 CONVERSATIONS_PER_JOB = 128

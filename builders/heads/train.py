@@ -31,7 +31,7 @@ from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, new
 from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS, TOKENS_PER_RANKING, bucket_center, prob_bucket
 from hdtool.runtime.kernels.machine import machine
-from hdtool.runtime.model.fingerprint import fingerprint
+from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.model.refusals import context_limit
 from hdtool.runtime.target.load import load_stock
 from hdtool.runtime.target.target import Target

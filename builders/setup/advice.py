@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hdtool.data.progress import count_of
-from hdtool.data.stores.home import SHOWN_FINGERPRINT_DIGITS
+from hdtool.data.stores.stores_at_home import SHOWN_FINGERPRINT_DIGITS
 
 MIN_GAIN = 1.01
 """Minimum ratio of tokens per step with a source to those without it for the source to count as useful."""

@@ -18,8 +18,8 @@ from hdtool.builders.evaluation.timing import timed
 from hdtool.builders.evaluation.worker_pool import replay
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config.decoding import NO_HISTORY, DecodeConfig
+from hdtool.runtime.config.draft_sources import HISTORY_LETTER, SOURCE_NAMES
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.config.source_names import HISTORY_LETTER, SOURCE_NAMES
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.stores.store_set import StoreSet

@@ -10,8 +10,8 @@ from pathlib import Path
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.kinds import MODEL_KIND
 from hdtool.data.stores.manifest import Manifest
-from hdtool.data.stores.store import FolderCheck, check_replaceable, file_checksum, read_manifest
-from hdtool.data.stores.store_files import holds_manifest
+from hdtool.data.stores.store_file_names import holds_manifest
+from hdtool.data.stores.store_folder import FolderCheck, check_replaceable, file_checksum, read_manifest
 
 
 @cache

@@ -34,11 +34,11 @@ from hdtool.data.notes import tell
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import read_prompts
 from hdtool.data.record_counts import Tally
-from hdtool.data.stores.home import NO_STORE, corpus_index_at_home, model_store_at_home
 from hdtool.data.stores.kinds import CORPUS_KIND as CORPUS, MODEL_KIND as MODEL
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import read_manifest, recorded_name
-from hdtool.data.stores.store_files import MANIFEST, holds_manifest
+from hdtool.data.stores.store_file_names import MANIFEST, holds_manifest
+from hdtool.data.stores.store_folder import read_manifest, recorded_name
+from hdtool.data.stores.stores_at_home import NO_STORE, corpus_index_at_home, model_store_at_home
 from hdtool.data.texts_and_traces import Record, RecordReader, read_traces
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import context_lengths_for, measure_cost_curve, save_at_home
@@ -46,7 +46,7 @@ from hdtool.runtime.config.building import SetupConfig
 from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.measuring import CostConfig
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.drafters.methods import compile_ahead, finish_compiling
+from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compiling
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.kernels.machine import device_name, dtype_name, machine
 from hdtool.runtime.stores.library import Library

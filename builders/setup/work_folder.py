@@ -19,15 +19,15 @@ from hdtool.data.errors import ResultError, os_errors_as
 from hdtool.data.file_origins import is_json_with, json_object
 from hdtool.data.home import home, setups_at_home
 from hdtool.data.output_files import O_BINARY, O_NOFOLLOW, OutputFile, sync_to_disk, temporary_names
-from hdtool.data.stores.home import SHOWN_FINGERPRINT_DIGITS, StoredItem, remove_empty
 from hdtool.data.stores.manifest import Checkpoint, InputShare
-from hdtool.data.stores.store import recorded_name
-from hdtool.data.stores.store_files import (
+from hdtool.data.stores.store_file_names import (
     LOCK_FILE as STORE_LOCK,
     MANIFEST,
     delete_leftovers,
     is_regular,
 )
+from hdtool.data.stores.store_folder import recorded_name
+from hdtool.data.stores.stores_at_home import SHOWN_FINGERPRINT_DIGITS, StoredItem, remove_empty
 from hdtool.runtime.config.measuring import COST_FILE
 
 SETUP_FORMAT = 2

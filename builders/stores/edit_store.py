@@ -27,7 +27,8 @@ from hdtool.data.progress import count_of
 from hdtool.data.stores.history_manifest import require_history
 from hdtool.data.stores.kinds import BUILT_KINDS, MODEL_KIND
 from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import (
+from hdtool.data.stores.store_file_names import check_destination, holds_history, holds_manifest, printable
+from hdtool.data.stores.store_folder import (
     FolderCheck,
     delete_old_builds,
     read_store,
@@ -35,13 +36,12 @@ from hdtool.data.stores.store import (
     require_store,
     require_unchanged,
 )
-from hdtool.data.stores.store_files import check_destination, holds_history, holds_manifest, printable
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.history_records import StoredConversation
 from hdtool.runtime.stores.history_store import HistoryStore
+from hdtool.runtime.stores.mapped_files import documents_of
 from hdtool.runtime.stores.model_store import ModelRecord, rankings_in
-from hdtool.runtime.stores.store_files import documents_of
 
 MAX_MODELS_SHOWN = 3
 

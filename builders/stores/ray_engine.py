@@ -41,7 +41,7 @@ from hdtool.data.documents import Document, Tokens, token_type
 from hdtool.data.errors import ClusterError, HdtoolError, error_reason, install_command
 from hdtool.data.processes import isolated_children
 from hdtool.data.progress import progress_bar
-from hdtool.data.stores.store import file_checksum
+from hdtool.data.stores.store_folder import file_checksum
 from hdtool.data.texts_and_traces import Portion, RecordReader
 from hdtool.runtime.stores.model_store import NgramGroup
 from hdtool.runtime.stores.suffix_search import ShardExtent

@@ -19,7 +19,7 @@ from hdtool.data.errors import StoreError
 from hdtool.data.stores.fields import field_of, number_of
 from hdtool.data.stores.kinds import HISTORY, HISTORY_KIND
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.data.stores.store_files import (
+from hdtool.data.stores.store_file_names import (
     HISTORY_FILES,
     LMDB_LOCK_ENDING,
     LOCK_FILE,

@@ -16,7 +16,7 @@ from hdtool.data.artifact import Artifact
 from hdtool.data.errors import ModelError, lone_surrogate
 from hdtool.data.stores.fields import check_name, field_of, number_of
 from hdtool.data.stores.kinds import BUILT_KINDS
-from hdtool.data.stores.store_files import is_part_name, printable
+from hdtool.data.stores.store_file_names import is_part_name, printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,7 +25,7 @@ from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.kernels.linear import has_compiled_layers
 from hdtool.runtime.kernels.machine import device_name, dtype_name
 from hdtool.runtime.model.compact_layers import has_compact_weights
-from hdtool.runtime.model.fingerprint import fingerprint
+from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.target.target import Target
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Grammar, GrammarKind, read_grammar
 from hdtool.runtime.config.budgets import FIXED_BUDGET, LARGEST_BUDGET
-from hdtool.runtime.config.settings import Panel, Settings, Use, rare_setting, require, setting
-from hdtool.runtime.config.source_names import (
+from hdtool.runtime.config.draft_sources import (
     ALL_LETTERS,
     HISTORY_LETTER,
     LOGIT_LETTERS,
@@ -19,6 +18,7 @@ from hdtool.runtime.config.source_names import (
     STORE_LETTERS,
     plugins,
 )
+from hdtool.runtime.config.settings import Panel, Settings, Use, rare_setting, require, setting
 
 
 class Method(NamedTuple):

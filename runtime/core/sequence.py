@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.data.errors import ContextError, OptionError, PromptError
-from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted, accept
 from hdtool.runtime.core.drafter import Drafter, NoDraft, draft_many
 from hdtool.runtime.core.engine_interface import Engine, PassOptions, Verified

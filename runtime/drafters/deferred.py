@@ -9,7 +9,7 @@ from threading import Thread
 from hdtool.runtime.config.decoding import HIERARCHIES, METHODS
 from hdtool.runtime.core.drafter import Drafter, NoDraft, WrappedDrafter
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.drafters.methods import compile_hierarchy
+from hdtool.runtime.drafters.drafter_factory import compile_hierarchy
 from hdtool.runtime.kernels.compile_process import DRAFTER, is_compiling, wait_until_compiled
 
 

@@ -22,15 +22,15 @@ from hdtool.runtime.config.decoding import (
     TRAINED,
     DecodeConfig,
 )
-from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
+from hdtool.runtime.drafters.budgeted import BudgetedDrafter
 from hdtool.runtime.drafters.heads.checkpoint import heads_for, methods_with_heads
 from hdtool.runtime.drafters.heads.modules import ParallelHeads
 from hdtool.runtime.drafters.heads.state import HeadsState, sequential_drafter
-from hdtool.runtime.drafters.published.budgeted import BudgetedDrafter
 from hdtool.runtime.drafters.trained.assistant import (
     AssistantDrafter,
     AssistantModule,

@@ -17,7 +17,7 @@ from transformers import LogitsProcessor
 
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Grammar, GrammarKind
-from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.drafter import Drafter, NoDraft, WrappedDrafter
 from hdtool.runtime.core.prefix_cache import common_prefix_length
 from hdtool.runtime.core.sampler import NOTHING_ALLOWED

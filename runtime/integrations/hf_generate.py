@@ -31,7 +31,7 @@ from hdtool.runtime.core.sampler import Criterion, Sampler, seed_of
 from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.core.session import Session
 from hdtool.runtime.drafters.deferred import deferred
-from hdtool.runtime.drafters.methods import drafters_for
+from hdtool.runtime.drafters.drafter_factory import drafters_for
 from hdtool.runtime.engines.stock.stock_model import embedded_tokens
 from hdtool.runtime.generation.grammar import GrammarCompiler, GrammarProcessor, Guide
 from hdtool.runtime.integrations.generate_request import GenerateRequest, Rollouts, UnsupportedCallError, predictions_of

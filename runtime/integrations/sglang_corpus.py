@@ -25,7 +25,7 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter, draft_many
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.drafters.methods import drafter_with_budget
+from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.stores.library import Library
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import served_checkpoint

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import read_store, require_store
+from hdtool.data.stores.store_folder import read_store, require_store
 from hdtool.runtime.kernels.compiled import Uncopyable
 
 

@@ -30,7 +30,7 @@ from hdtool.data.stores.kinds import CORPUS_KIND
 from hdtool.runtime.core.tree import LARGEST_TREE
 from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
 from hdtool.runtime.stores.built_store import BuiltStore
-from hdtool.runtime.stores.store_files import documents_of, mapped_part
+from hdtool.runtime.stores.mapped_files import documents_of, mapped_part
 from hdtool.runtime.stores.suffix_search import (
     PREFIX,
     PREFIX_TOKENS,

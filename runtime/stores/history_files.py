@@ -37,7 +37,7 @@ from hdtool.data.stores.history_manifest import (
     sweep_history,
 )
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.data.stores.store_files import HISTORY_FILES, MANIFEST, create_empty, leftovers, write_manifest
+from hdtool.data.stores.store_file_names import HISTORY_FILES, MANIFEST, create_empty, leftovers, write_manifest
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.stores.history_records import Records, StoredConversation, StoreState
 from hdtool.runtime.stores.model_store import mix_hash

@@ -28,7 +28,7 @@ import numpy as np
 
 from hdtool.data.errors import StoreError
 from hdtool.runtime.kernels.compiled import Ints
-from hdtool.runtime.stores.store_files import damage_of
+from hdtool.runtime.stores.mapped_files import damage_of
 
 STATE_KEY = b"\0"
 """Key of the ``StoreState``; it sorts before the keys of all conversations."""

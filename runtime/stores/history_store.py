@@ -26,7 +26,7 @@ from hdtool.data.stores.history_manifest import (
     require_history,
 )
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.data.stores.store_files import MANIFEST
+from hdtool.data.stores.store_file_names import MANIFEST
 from hdtool.runtime.kernels.compiled import Ints, Uncopyable
 from hdtool.runtime.stores.history_files import (
     OpenFiles,

@@ -34,10 +34,10 @@ from hdtool.data.documents import Tokens, token_type
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.kinds import BUILT_KINDS, MODEL_KIND
 from hdtool.data.stores.manifest import Manifest
-from hdtool.data.stores.store import damaged_files
+from hdtool.data.stores.store_folder import damaged_files
 from hdtool.runtime.kernels.compiled import Ints as Ints, array_at, compiled, prefetch
 from hdtool.runtime.stores.built_store import BuiltStore
-from hdtool.runtime.stores.store_files import damage_of, mapped_part
+from hdtool.runtime.stores.mapped_files import damage_of, mapped_part
 
 MAX_PREFIX_TOKENS = 4
 PHRASE_TOKENS = 4

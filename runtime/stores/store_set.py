@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.data.notes import note
-from hdtool.data.stores.home import (
+from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
+from hdtool.data.stores.store_file_names import MANIFEST
+from hdtool.data.stores.store_folder import read_manifest, read_store
+from hdtool.data.stores.stores_at_home import (
     NO_STORE,
     corpus_index_at_home,
     history_at_home,
@@ -18,12 +21,9 @@ from hdtool.data.stores.home import (
     model_stores_at_home,
     store_folder,
 )
-from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import read_manifest, read_store
-from hdtool.data.stores.store_files import MANIFEST
 from hdtool.data.stores.tenant import history_of_tenant
 from hdtool.runtime.config.decoding import HOME, DecodeConfig, StoresConfig
-from hdtool.runtime.config.source_names import SOURCE_LETTERS, SOURCE_NAMES
+from hdtool.runtime.config.draft_sources import SOURCE_LETTERS, SOURCE_NAMES
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_files import create_if_new
 from hdtool.runtime.stores.history_store import History, HistoryStore

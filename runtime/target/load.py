@@ -18,7 +18,7 @@ from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError
 from hdtool.data.notes import note
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config.model import BLOCKS, DEVICES, INT8, ModelConfig
-from hdtool.runtime.engines.capture import never
+from hdtool.runtime.engines.capture_interface import never
 from hdtool.runtime.generation.settings import generation_settings
 from hdtool.runtime.kernels.compile_process import core_left_free
 from hdtool.runtime.kernels.experts import compile_experts
@@ -36,11 +36,11 @@ from hdtool.runtime.model.quantization import (
 from hdtool.runtime.model.refusals import refuse_by_configuration
 from hdtool.runtime.model.transformers_internals import is_known_type, text_class
 from hdtool.runtime.target.int8_activations import NO_INT8, refuse_by_file, refuse_by_settings
-from hdtool.runtime.target.kept_proof import KeptProof, Proof, logits_hash, proof_of
+from hdtool.runtime.target.proof_cache import KeptProof, Proof, logits_hash, proof_of
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.target.tensor_parallel import LeadingTarget, ProcessGroup, check_device, check_sharding, leader
-from hdtool.runtime.weights.assemble import name_after
 from hdtool.runtime.weights.checkpoint_identity import CONFIG_FILES, checkpoint_of, place_of
+from hdtool.runtime.weights.fill_model import name_after
 from hdtool.runtime.weights.gguf_file import existing_parts, gguf_file
 from hdtool.runtime.weights.hub import weight_files
 from hdtool.runtime.weights.quantized import quantized_folder
@@ -83,7 +83,7 @@ class Loaded:
         """Return the library that opens the model's stores and history; ``config`` may name stores."""
         # Imported here, because loading a model needs neither stores nor the libraries that read them.
         from hdtool.runtime.config.decoding import StoresConfig
-        from hdtool.runtime.model.fingerprint import fingerprint
+        from hdtool.runtime.model.model_fingerprint import fingerprint
         from hdtool.runtime.stores.library import Library
 
         weights = partial(fingerprint, self.target.model)

@@ -14,7 +14,7 @@ from pathlib import Path
 from hdtool.data.artifact import artifacts
 from hdtool.data.errors import ModelError, StoreError
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
-from hdtool.data.stores.store_files import printable
+from hdtool.data.stores.store_file_names import printable
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.gguf_folder import KIND

@@ -15,10 +15,10 @@ from hdtool.data.notes import note
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.tolerances import distances, tolerance_of
 from hdtool.runtime.engines.backend import MIN_GROWTH, BackendEngine, StockBackend
-from hdtool.runtime.engines.capture import Capture, CaptureMaker
+from hdtool.runtime.engines.capture_interface import Capture, CaptureMaker
 from hdtool.runtime.engines.checks.probes import some_context
-from hdtool.runtime.engines.stock.facts import ModelFacts
 from hdtool.runtime.engines.stock.forward_lock import forward_lock
+from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel, embedded_tokens
 from hdtool.runtime.engines.stock.tree_passes import TreePasses
 from hdtool.runtime.model.refusals import context_limit, refuse_by_class, refuse_by_configuration
@@ -130,7 +130,7 @@ class Target(BackendEngine):
 
         With ``proved``, results aren't compared, because an earlier process has compared them.
         """
-        from hdtool.runtime.engines.cpu.proof import compile_cpu
+        from hdtool.runtime.engines.cpu.compile_and_check import compile_cpu
 
         with self.changing(), self.log.unchanged():
             self.use_compiled(compile_cpu(self.stock, self.facts, proved=proved))

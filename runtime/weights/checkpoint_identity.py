@@ -9,7 +9,7 @@ from hdtool.data import demo
 from hdtool.data.artifact import Artifact
 from hdtool.data.errors import ModelError
 from hdtool.data.stores.manifest import Checkpoint
-from hdtool.runtime.weights.fingerprint import fingerprint_of
+from hdtool.runtime.weights.file_fingerprint import fingerprint_of
 from hdtool.runtime.weights.gguf_file import gguf_file, is_path
 from hdtool.runtime.weights.hub import snapshot, weight_files
 

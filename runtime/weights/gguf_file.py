@@ -20,7 +20,7 @@ from hdtool.data.gguf_header import (
     GGUFHeader,
 )
 from hdtool.runtime.weights.hub import file_of
-from hdtool.runtime.weights.pieces import Piece
+from hdtool.runtime.weights.stored_pieces import Piece
 
 if TYPE_CHECKING:
     from hdtool.runtime.config.model import ModelConfig

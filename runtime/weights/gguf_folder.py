@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hdtool.data.artifact import Artifact, made_once
-from hdtool.runtime.weights.fingerprint import fingerprint_of
+from hdtool.runtime.weights.file_fingerprint import fingerprint_of
 from hdtool.runtime.weights.gguf_configuration import write_configuration
 from hdtool.runtime.weights.gguf_file import GGUFFile, existing_parts
 

@@ -8,8 +8,8 @@ from math import prod
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_NAME
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.weights.gguf_file import PLAIN, GGUFFile
-from hdtool.runtime.weights.pieces import Piece
-from hdtool.runtime.weights.store import are_read_by_matmul
+from hdtool.runtime.weights.stored_pieces import Piece
+from hdtool.runtime.weights.weight_store import are_read_by_matmul
 
 
 def stays_packed(tensor: Piece) -> bool:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from hdtool.runtime.weights.pieces import Piece
-from hdtool.runtime.weights.store import StoredWeight
-from hdtool.runtime.weights.tracing import traced
+from hdtool.runtime.weights.stored_pieces import Piece
+from hdtool.runtime.weights.traced_conversions import traced
+from hdtool.runtime.weights.weight_store import StoredWeight
 
 
 @dataclass

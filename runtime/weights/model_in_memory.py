@@ -19,7 +19,7 @@ from hdtool.runtime.weights.gguf_names import gguf_store
 from hdtool.runtime.weights.hub import cached_snapshot
 from hdtool.runtime.weights.quantized import quantized_store
 from hdtool.runtime.weights.safetensors_files import safetensors_store
-from hdtool.runtime.weights.store import Row, WeightStore
+from hdtool.runtime.weights.weight_store import Row, WeightStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

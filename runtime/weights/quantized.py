@@ -28,9 +28,9 @@ from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_NAME, BlockFormat
 from hdtool.runtime.kernels.packed_matrix import Q4_0, Q8_0, quantize_matrix
 from hdtool.runtime.model.compact_layers import ParameterRef, is_of_linear_layers, weight_parameters
 from hdtool.runtime.weights.damaged_weights import WeightCheck
-from hdtool.runtime.weights.fingerprint import fingerprint_of
-from hdtool.runtime.weights.pieces import tensors_of
-from hdtool.runtime.weights.store import StoredWeight, WeightStore
+from hdtool.runtime.weights.file_fingerprint import fingerprint_of
+from hdtool.runtime.weights.stored_pieces import tensors_of
+from hdtool.runtime.weights.weight_store import StoredWeight, WeightStore
 
 KIND = "quantized"
 FORMAT = 3

@@ -21,13 +21,13 @@ from hdtool.data.progress import progress_bar
 from hdtool.runtime.config.model import INT8, ModelConfig
 from hdtool.runtime.model.quantization import MXFP4, library_of
 from hdtool.runtime.model.transformers_internals import empty_model, text_class
-from hdtool.runtime.weights.assemble import fill, fits, on_request
 from hdtool.runtime.weights.checkpoint_identity import CONFIG_FILES, place_of
 from hdtool.runtime.weights.damaged_weights import WeightCheck
+from hdtool.runtime.weights.fill_model import fill, fits, on_request
 from hdtool.runtime.weights.gguf_file import GGUFFile, existing_parts, gguf_file
 from hdtool.runtime.weights.quantized import quantized_store
 from hdtool.runtime.weights.safetensors_files import safetensors_store
-from hdtool.runtime.weights.store import WeightStore
+from hdtool.runtime.weights.weight_store import WeightStore
 
 
 def files_of(config: ModelConfig) -> list[Path]:

@@ -30,7 +30,7 @@ from hdtool.runtime.core.engine_interface import PassOptions, WaitForResults
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
-from hdtool.runtime.drafters.methods import drafter_with_budget
+from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.laboratory import Table, parser_of
 

@@ -21,7 +21,7 @@ from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.engines.cuda.static_steps import StaticSteps
-from hdtool.runtime.engines.steps import StepPass
+from hdtool.runtime.engines.step_interface import StepPass
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.target import Target
 from tests.benchmarks.laboratory import parser_of

@@ -18,7 +18,7 @@ import torch
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, replay_method
 from hdtool.data.prompts import tasks_of
 from hdtool.runtime.config.decoding import READ_LOGITS, TAKE_HISTORY, ReplayConfig
-from hdtool.runtime.drafters.methods import DRAFTER_FACTORIES
+from hdtool.runtime.drafters.drafter_factory import DRAFTER_FACTORIES
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixConfig, SuffixDecoding
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.store_set import StoreSet

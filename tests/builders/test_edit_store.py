@@ -13,10 +13,10 @@ from hdtool.builders.stores import edit_store as rework
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
-from hdtool.data.stores import store_files
+from hdtool.data.stores import store_file_names
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import read_manifest
-from hdtool.data.stores.store_files import LOCK_FILE, MANIFEST
+from hdtool.data.stores.store_file_names import LOCK_FILE, MANIFEST
+from hdtool.data.stores.store_folder import read_manifest
 
 MARK = TokenizerFingerprint("test", 20)
 BUILDS: dict[str, Callable[..., Manifest]] = {"corpus": build_corpus_index, "model": build_model_store}
@@ -165,7 +165,7 @@ def test_a_drop_that_was_killed_before_it_deleted_is_completed(
 ) -> None:
     build(kind, tmp_path, [[[1, 2, 3, 4, 5]], [[5, 4, 3, 2, 1]]])
     with monkeypatch.context() as patched:
-        patched.setattr(store_files, "delete_leftovers", lambda *_: None)  # as if killed once the manifest was replaced
+        patched.setattr(store_file_names, "delete_leftovers", lambda *_: None)  # as if killed
         manifest = rework.drop(tmp_path, "0.txt").manifest
     whole = {file.name for file in manifest.files.values()} | {MANIFEST, LOCK_FILE}
     assert {path.name for path in tmp_path.iterdir()} > whole

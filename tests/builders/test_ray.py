@@ -37,8 +37,8 @@ from hdtool.builders.stores.ray_engine import ray_engine  # noqa: E402
 from hdtool.cli.app import run  # noqa: E402
 from hdtool.data.errors import ClusterError, RecordError  # noqa: E402
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint  # noqa: E402
-from hdtool.data.stores.store import read_manifest  # noqa: E402
-from hdtool.data.stores.store_files import MANIFEST  # noqa: E402
+from hdtool.data.stores.store_file_names import MANIFEST  # noqa: E402
+from hdtool.data.stores.store_folder import read_manifest  # noqa: E402
 from hdtool.data.texts_and_traces import RecordReader  # noqa: E402
 from hdtool.runtime.config.model import ModelConfig  # noqa: E402
 from hdtool.runtime.target.load import load_tokenizer  # noqa: E402

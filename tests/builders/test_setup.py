@@ -31,8 +31,8 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.conversation import Conversation, Turn
 from hdtool.data.errors import RecordError, ResultError
-from hdtool.data.stores.store import read_manifest
-from hdtool.data.stores.store_files import MANIFEST
+from hdtool.data.stores.store_file_names import MANIFEST
+from hdtool.data.stores.store_folder import read_manifest
 from hdtool.runtime.budget import measure_passes
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config.building import MAX_HELD_OUT, HeadsConfig

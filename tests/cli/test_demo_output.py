@@ -12,7 +12,7 @@ from hdtool.cli.demo_output import figures, reasons, shortened_answer, title_and
 from hdtool.cli.terminal import COLOR_CODE
 from hdtool.data import demo
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.sequence import Stats, Step
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.generation.text_stream import Piece

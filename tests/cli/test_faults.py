@@ -16,7 +16,7 @@ from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import damaged_files, read_manifest
+from hdtool.data.stores.store_folder import damaged_files, read_manifest
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.data.stores.store import read_manifest
-from hdtool.data.stores.store_files import MANIFEST
+from hdtool.data.stores.store_file_names import MANIFEST
+from hdtool.data.stores.store_folder import read_manifest
 from hdtool.runtime.target import load
 from tests.support.commands import complaint, json_of
 

@@ -21,10 +21,10 @@ from hdtool.data.artifact import Artifact
 from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import StoreError
 from hdtool.data.home import home
-from hdtool.data.stores.home import StoredItem, model_store_at_home, store_at_home, stored_items
 from hdtool.data.stores.manifest import Manifest
-from hdtool.data.stores.store import read_manifest
-from hdtool.data.stores.store_files import LOCK_FILE, MANIFEST
+from hdtool.data.stores.store_file_names import LOCK_FILE, MANIFEST
+from hdtool.data.stores.store_folder import read_manifest
+from hdtool.data.stores.stores_at_home import StoredItem, model_store_at_home, store_at_home, stored_items
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 from tests.support.commands import complaint, json_of

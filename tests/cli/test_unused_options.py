@@ -19,7 +19,7 @@ from hdtool.cli.command import SCREEN_LINES, refuse_without_effect, use_of
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config.decoding import HIERARCHIES, METHODS, NEED_LOGITS, DecodeConfig, StoresConfig
 from hdtool.runtime.config.settings import Panel
-from hdtool.runtime.drafters import methods as drafters
+from hdtool.runtime.drafters import drafter_factory
 
 VALUES = {
     "draft_tokens": "4",
@@ -91,11 +91,11 @@ def test_the_table_says_what_the_drafters_use() -> None:
     def budget() -> Any:
         raise AskedError
 
-    for method, maker in drafters.DRAFTER_FACTORIES.items():
+    for method, maker in drafter_factory.DRAFTER_FACTORIES.items():
         source = inspect.getsource(maker)
         assert ("budget()" in source) == (method in USED_BY["draft_tokens"]), method
     with pytest.raises(AskedError):
-        drafters.drafter_with_budget(budget, DecodeConfig("hd"), _no_stores())
+        drafter_factory.drafter_with_budget(budget, DecodeConfig("hd"), _no_stores())
 
 
 def _no_stores() -> Any:

@@ -10,8 +10,8 @@ from hypothesis import example, given, strategies as st
 from hdtool.data.errors import OptionError
 from hdtool.data.home import home
 from hdtool.data.stores import tenant
-from hdtool.data.stores.home import history_at_home, store_at_home
 from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.stores.stores_at_home import history_at_home, store_at_home
 from hdtool.data.stores.tenant import MAX_FOLDER_NAME, first_namespace_with_stores, history_of_tenant
 
 MARK = TokenizerFingerprint("fingerprint", 100)

@@ -19,7 +19,7 @@ from hdtool.data import demo
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.kinds import BUILT_KINDS
 from hdtool.data.stores.manifest import InputShare, Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import building, damaged_files, read_manifest, require_store
+from hdtool.data.stores.store_folder import building, damaged_files, read_manifest, require_store
 
 MARK = TokenizerFingerprint("0123", 100)
 

@@ -18,15 +18,15 @@ import pytest
 from hdtool.cli.answer_output import stream_answer
 from hdtool.cli.app import run
 from hdtool.data.prompts import Prompt
-from hdtool.runtime.answer import Answer
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.budget import measure_passes as pass_times
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.drafters.drafter_factory import drafters_for
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.streamed_answer import Answer
 from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 from tests.support.methods import DEMO_METHODS, drafter_for
@@ -238,9 +238,9 @@ SLOW = """
 import sys, time
 from hdtool.cli.app import main
 from hdtool.runtime.core.session import Session
-from hdtool.runtime.drafters import methods
+from hdtool.runtime.drafters import drafter_factory
 from hdtool.runtime.budget.cost_curve import CostCurve
-methods.cost_here = lambda target, batch: CostCurve.parse("0:1,64:2")
+drafter_factory.cost_curve_for = lambda target, batch: CostCurve.parse("0:1,64:2")
 advance = Session.advance
 said = []
 

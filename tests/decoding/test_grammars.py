@@ -31,8 +31,8 @@ from hdtool.data.prompts import Grammar, Prompt, grammar_of
 from hdtool.runtime.answer_plan import compiler_for
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import accept
 from hdtool.runtime.core.drafter import Drafter, NoDraft, RankingRecorder
 from hdtool.runtime.core.engine_interface import Verified
@@ -45,8 +45,8 @@ from hdtool.runtime.engines.cpu import tree_pass
 from hdtool.runtime.engines.cpu.pass_kernel import compute_trees
 from hdtool.runtime.generation.grammar import GrammarCompiler, Guide, GuidedDrafter, guided_drafter, masks_of
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.integrations.server.formats import TokenLogprobs
 from hdtool.runtime.integrations.server.logit_processors import LogprobRecorder
+from hdtool.runtime.integrations.server.openai_formats import TokenLogprobs
 from hdtool.runtime.target.load import Loaded, load
 from tests.support.grammars import LARGE_GRAMMARS
 from tests.support.json_schemas import JSON_SCHEMAS

@@ -23,8 +23,8 @@ from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Request, Stats, Step
 from hdtool.runtime.core.session import decode_batch

@@ -13,8 +13,8 @@ from hdtool.cli.app import run
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.generation.text_stream import before_stop, cut_at_stop
 
 TEXTS = st.text("ab\n", max_size=12)

@@ -15,7 +15,7 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import PRIOR_WEIGHT, WINDOW, AcceptanceRates
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.drafters.published.budgeted import KindsDrafter
+from hdtool.runtime.drafters.budgeted import KindsDrafter
 from hdtool.runtime.kernels.compiled import Ints
 from tests.support.trees import check_integrity, trees
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.drafters.hierarchy.candidates import RESTART, CompiledSource, Prior, contribute, record_at, work_at

@@ -15,9 +15,9 @@ from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.drafters.methods import drafter_for, drafters_for
+from hdtool.runtime.drafters.drafter_factory import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.assistant import DraftModel, draft_model_drafter
 from hdtool.runtime.drafters.trained.checkpoints import LOADED_BY_TARGET
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter

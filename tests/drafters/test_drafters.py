@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import PaperConfig
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish
 from hdtool.runtime.core.tree import LARGEST_TREE

@@ -15,8 +15,8 @@ from hdtool.data import demo
 from hdtool.runtime.budget.gate import MAX_EXPECTED_LOSS, MAX_TRIAL_LOSS, MIN_TRIAL_STEPS, TRIAL_STEPS, Gate, LinearCost
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.engine_interface import PassLog
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.trained import sequential

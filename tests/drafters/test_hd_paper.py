@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config.decoding import PaperConfig
-from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, NO_TOKEN, DraftTree, Trie, sequences_of

@@ -17,22 +17,22 @@ from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudge
 from hdtool.runtime.budget.pass_costs import MeasuredCosts
 from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine_interface import TopTokens
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import ROOT, DraftTree
+from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.growth import feed, grow
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained.proposal import Proposal
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, StaticTree, drafter_of
-from hdtool.runtime.engines.capture import CaptureMaker, Run, never
+from hdtool.runtime.engines.capture_interface import CaptureMaker, Run, never
 from hdtool.runtime.engines.cuda import cuda_graphs
 from hdtool.runtime.engines.cuda.ranking_passes import RankingPasses
 from hdtool.runtime.stores.store_set import StoreSet

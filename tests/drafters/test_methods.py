@@ -20,7 +20,7 @@ from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.target.load import load
-from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet

@@ -16,11 +16,11 @@ from hdtool.data import demo
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.budget.gate import Gate
 from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import PassLog, Verified
-from hdtool.runtime.drafters.methods import drafter_for, drafters_for
+from hdtool.runtime.drafters.drafter_factory import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.checkpoints import LOADED_BY_TARGET
 from hdtool.runtime.drafters.trained.mtp import (
     MTP_CACHE_NAME,
@@ -32,7 +32,7 @@ from hdtool.runtime.drafters.trained.mtp import (
 )
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
-from hdtool.runtime.engines.capture import CaptureMaker, never
+from hdtool.runtime.engines.capture_interface import CaptureMaker, never
 from hdtool.runtime.engines.cuda.drafter_layers import DrafterLayers
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load

@@ -16,8 +16,7 @@ from hdtool.cli.app import run as main
 from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import DecodeConfig, ReplayConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.source_names import (
+from hdtool.runtime.config.draft_sources import (
     PLUGINS,
     Source,
     SourceId,
@@ -26,12 +25,13 @@ from hdtool.runtime.config.source_names import (
     source_of,
     unregister,
 )
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.sequence import Stats
+from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.drafters.hierarchy.evidence import MAX_PLUGIN_POSITIONS
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.kernels.compiled import HAS_CLOCK
 from hdtool.runtime.stores.store_set import StoreSet

@@ -18,15 +18,15 @@ from transformers.generation.candidate_generator import (
 
 from hdtool.data.errors import FamilyError, HeadsError, ModelError
 from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.drafters.methods import drafter_for, drafters_for
+from hdtool.runtime.drafters.drafter_factory import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
 from hdtool.runtime.drafters.trained.dflash import without_norm
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained_methods import published_drafter
-from hdtool.runtime.engines.capture import CaptureMaker, never
+from hdtool.runtime.engines.capture_interface import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import assert_answers_of_batch, assert_drafts_change_nothing, run

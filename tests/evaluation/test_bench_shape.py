@@ -25,7 +25,7 @@ from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.measuring import SHAPES
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.target.target import Target

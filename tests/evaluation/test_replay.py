@@ -30,12 +30,12 @@ from hdtool.data.prompts import read_prompts
 from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config.decoding import METHODS, NEED_LOGITS, TAKE_HISTORY, DecodeConfig, ReplayConfig, StoresConfig
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish, Step
 from hdtool.runtime.core.session import decode
-from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet

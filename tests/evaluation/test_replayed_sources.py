@@ -25,8 +25,8 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.bench_results import BenchRun, Results
 from hdtool.data.prompts import Prompt
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore

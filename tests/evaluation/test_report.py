@@ -24,8 +24,8 @@ from hdtool.builders.evaluation.report.tables import (
 )
 from hdtool.data.errors import ResultError
 from hdtool.runtime.config.decoding import METHODS
+from hdtool.runtime.config.draft_sources import registered
 from hdtool.runtime.config.measuring import PEERS
-from hdtool.runtime.config.source_names import registered
 
 EVIL = "<script>alert('&')</script>"
 DATA = ReportData(

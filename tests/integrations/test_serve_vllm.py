@@ -20,9 +20,9 @@ from hdtool.builders.stores.build import BUILDS
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, OptionError, ServeError, StoreError, install_command
-from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.data.stores.store import read_manifest
+from hdtool.data.stores.store_folder import read_manifest
+from hdtool.data.stores.stores_at_home import corpus_index_at_home, model_store_at_home
 from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.measuring import VllmConfig
 from hdtool.runtime.config.model import ModelConfig

@@ -15,9 +15,9 @@ import pytest
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, OptionError, StoreError
-from hdtool.data.stores.home import model_store_at_home
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.data.stores.store import read_manifest
+from hdtool.data.stores.store_folder import read_manifest
+from hdtool.data.stores.stores_at_home import model_store_at_home
 from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.measuring import VllmConfig
 from hdtool.runtime.config.model import ModelConfig

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hdtool.data import demo
-from hdtool.data.stores.store import read_manifest
+from hdtool.data.stores.store_folder import read_manifest
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.target.load import load
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of

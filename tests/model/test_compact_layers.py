@@ -25,7 +25,7 @@ from hdtool.runtime.model.compact_layers import (
     expand_weights_read,
     has_compact_weights,
 )
-from hdtool.runtime.model.fingerprint import fingerprint
+from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.model.placement import logits_after, more_precise
 from hdtool.runtime.target.load import load, load_settings
 from hdtool.runtime.target.target import Target

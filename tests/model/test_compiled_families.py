@@ -13,11 +13,11 @@ from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
 from hdtool.runtime.caches.states import SlotStates
 from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.engines.cpu import proof
+from hdtool.runtime.drafters.drafter_factory import drafter_for
+from hdtool.runtime.engines.cpu import compile_and_check
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact
 from hdtool.runtime.kernels.packed_matrix import packed_int8
@@ -303,5 +303,5 @@ def test_keys_of_another_layer_are_not_read(monkeypatch: pytest.MonkeyPatch) -> 
         ]
         return replace(parts, layers=layers)
 
-    monkeypatch.setattr(proof, "model_parts", other_sources)
+    monkeypatch.setattr(compile_and_check, "model_parts", other_sources)
     assert not target.compile()

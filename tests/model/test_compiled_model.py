@@ -18,9 +18,9 @@ from hdtool.runtime.config.decoding import METHODS, TRAINED, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import PassOptions, Verified
 from hdtool.runtime.core.tree import UNDETERMINED, DraftTree
-from hdtool.runtime.drafters.methods import drafter_with_budget
+from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.engines.checks.probes import SHORT_CONTEXT, some_context
-from hdtool.runtime.engines.cpu import layer_kernel, pass_kernel, proof, weight_table
+from hdtool.runtime.engines.cpu import compile_and_check, layer_kernel, pass_kernel, weight_table
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
@@ -178,16 +178,16 @@ def test_an_overflow_affects_no_other_pass(slots: int) -> None:
 
 def test_the_proof_passes_with_a_tenth_of_its_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
-    usual = proof.distance
+    usual = compile_and_check.distance
 
     def noted(*given: torch.Tensor) -> float:
         seen.append(usual(*given))
         return seen[-1]
 
-    monkeypatch.setattr(proof, "distance", noted)
+    monkeypatch.setattr(compile_and_check, "distance", noted)
     for kind in KINDS:
         both(kind)
-    assert seen and max(seen) < proof.TOLERANCE / 10
+    assert seen and max(seen) < compile_and_check.TOLERANCE / 10
 
 
 def test_a_context_of_the_proof_is_not_used_again() -> None:

@@ -12,7 +12,7 @@ import torch
 from hdtool.runtime.caches.kv_cache import KVTensors
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.capture import Run
+from hdtool.runtime.engines.capture_interface import Run
 from hdtool.runtime.engines.cuda import cuda_graphs, static_steps
 from hdtool.runtime.engines.cuda.cuda_graphs import WARM_UPS, CudaGraphs
 from hdtool.runtime.model.placement import use_planless_attention

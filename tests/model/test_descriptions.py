@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.nn import Identity, Module, Parameter
 
-from hdtool.runtime.engines.cpu import proof
-from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
+from hdtool.runtime.engines.cpu import compile_and_check
+from hdtool.runtime.engines.cpu.compiled_support import COMPILED
 from hdtool.runtime.engines.cuda import fused_pass
 from hdtool.runtime.engines.cuda.fused_pass import fuse
 from hdtool.runtime.program.hybrid_families import DESCRIBED
@@ -144,7 +144,7 @@ def describe_wrongly(fault: str, monkeypatch: pytest.MonkeyPatch) -> str:
     attributes = known.attributes | {known.attention.softcap, known.layer.residual}
     relaxed = replace(known, settings=settings, attributes=attributes)
     wrong = {**DESCRIBED, family: reduce(with_change, changes.items(), relaxed)}
-    monkeypatch.setattr(proof, "COMPILED", replace(COMPILED, families=wrong))
+    monkeypatch.setattr(compile_and_check, "COMPILED", replace(COMPILED, families=wrong))
     monkeypatch.setattr(fused_pass, "DESCRIBED", wrong)
     return name
 

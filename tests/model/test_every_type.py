@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
+from hdtool.runtime.engines.cpu.compiled_support import COMPILED
 from tests.support.project import ROOT
 from tests.sweep.page import PAGE, TYPE, table, verdicts_of, write
 from tests.sweep.result import REFUSED, SAME, TREES, VERDICTS, WRONG, Result

@@ -27,7 +27,7 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.target.load import load, load_stock, load_stops, load_tokenizer
 from hdtool.runtime.weights import gguf_folder
-from hdtool.runtime.weights.store import WeightStore
+from hdtool.runtime.weights.weight_store import WeightStore
 from tests.support.commands import complaint
 from tests.support.decoding import SAMPLINGS, output_tokens, run as decoded
 from tests.support.gguf_files import END_OF_TEXT, TEMPLATE, tiny_llama, vocabulary, write_gguf

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 from hdtool.data.artifact import MANIFEST
 from hdtool.data.errors import ModelError
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.weights.fingerprint import fingerprint_of
+from hdtool.runtime.weights.file_fingerprint import fingerprint_of
 from hdtool.runtime.weights.gguf_folder import configuration_folder
 from tests.support.gguf_files import tiny_llama, write_gguf
 
@@ -44,7 +44,9 @@ def test_configuration_and_tokenizer_are_kept(tmp_path: Path, monkeypatch: pytes
     assert AutoTokenizer.from_pretrained(kept.folder)("Hi")["input_ids"]
     assert not [name for name in kept.files if name.endswith((".safetensors", ".bin"))]
     assert kept.fingerprint == fingerprint_of([file])
-    monkeypatch.setattr("hdtool.runtime.weights.fingerprint._lines", lambda _: pytest.fail("the file was read again"))
+    monkeypatch.setattr(
+        "hdtool.runtime.weights.file_fingerprint._lines", lambda _: pytest.fail("the file was read again")
+    )
     assert configuration_folder(file) == kept
 
 

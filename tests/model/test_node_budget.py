@@ -36,8 +36,8 @@ from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.drafter import draft_many
 from hdtool.runtime.core.engine_interface import PassLog, Verified
 from hdtool.runtime.core.tree import DraftTree
+from hdtool.runtime.drafters.drafter_factory import drafter_for, shared_costs_for
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.drafters.methods import drafter_for, shared_costs_for
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of
@@ -238,7 +238,7 @@ def test_a_lone_answer_of_a_batch_has_costs_of_its_own(pads: bool, monkeypatch: 
     def curve_for(target: Target, batch: int = 1) -> CostCurve:
         return after_one if batch == 1 else after_eight
 
-    monkeypatch.setattr("hdtool.runtime.drafters.methods.cost_curve_for", curve_for)
+    monkeypatch.setattr("hdtool.runtime.drafters.drafter_factory.cost_curve_for", curve_for)
     target = Target(model_of("llama"))
     monkeypatch.setattr(Target, "pads", pads)
     together = shared_costs_for(target, {1, 2, 4, 8} if pads else {8})

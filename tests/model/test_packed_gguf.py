@@ -22,13 +22,13 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.model import compact_layers
-from hdtool.runtime.model.fingerprint import fingerprint
+from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.model.placement import logits_after, more_precise
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
-from hdtool.runtime.weights import gguf_formats, store, stored_model
+from hdtool.runtime.weights import gguf_formats, stored_model, weight_store
 from hdtool.runtime.weights.model_in_memory import checkpoint_in_memory
-from hdtool.runtime.weights.store import WeightStore
+from hdtool.runtime.weights.weight_store import WeightStore
 from tests.support.decoding import SAMPLINGS, answer_of, assert_lossless
 from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, write_gguf
@@ -157,7 +157,7 @@ def test_blocks_that_are_copied_into_panels_are_not_copied_into_memory_too(tmp_p
 
 
 def test_without_the_instructions_the_file_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (store, gguf_formats):
+    for module in (weight_store, gguf_formats):
         monkeypatch.setattr(module, "EXPANDS_FLOAT16", False)
     assert not packed_names(hdtool.load(str(file_of(tmp_path))).target.model)
 

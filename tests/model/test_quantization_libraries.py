@@ -18,7 +18,7 @@ from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.model.fingerprint import fingerprint
+from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.model.quantization import RowByRow
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load

@@ -25,7 +25,7 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers
 from hdtool.runtime.model import quantization as quantizing
-from hdtool.runtime.model.fingerprint import fingerprint
+from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.model.quantization import RowByRow, quantized_layers
 from hdtool.runtime.target.load import Loaded, load, load_stock
 from hdtool.runtime.target.target import Target

@@ -18,7 +18,7 @@ import torch
 from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.target.threads import choose_threads
 from hdtool.runtime.target.load import load

@@ -14,8 +14,8 @@ from typer.main import get_command
 import hdtool
 from hdtool.cli.app import VLLM_COMMAND, app
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.source_names import PLUGINS, unregister
-from hdtool.runtime.drafters import methods
+from hdtool.runtime.config.draft_sources import PLUGINS, unregister
+from hdtool.runtime.drafters import drafter_factory
 from tests.command_reference import COMMANDS, PAGE, render
 from tests.support.project import FILES, ROOT
 
@@ -173,7 +173,7 @@ def test_the_programs_of_the_python_page_run(
 ) -> None:
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
     # Where drafts do not pay, as on a busy machine, none is accepted.
-    monkeypatch.setattr(methods, "MeasuredBudget", lambda target, costs: FixedBudget())
+    monkeypatch.setattr(drafter_factory, "MeasuredBudget", lambda target, costs: FixedBudget())
     page = (DOCS / "guides" / "python.md").read_text(encoding="utf-8")
     names: dict[str, object] = {}
     try:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hdtool.data import demo
-from hdtool.data.stores.store import read_manifest
-from hdtool.data.stores.store_files import MANIFEST
+from hdtool.data.stores.store_file_names import MANIFEST
+from hdtool.data.stores.store_folder import read_manifest
 from tests.support.project import FOLDERS, ROOT
 
 

@@ -24,11 +24,11 @@ from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.generation.grammar import GrammarCompiler
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.integrations.server.call_grammar import arguments_schema, array_of_calls, marked_calls
-from hdtool.runtime.integrations.server.formats import RequestError
 from hdtool.runtime.integrations.server.generic_tools import GenericTools, tool_prompt
 from hdtool.runtime.integrations.server.logit_processors import LogitBias
-from hdtool.runtime.integrations.server.preparation import Preparer
-from hdtool.runtime.integrations.server.requests import ChatRequest, template_messages
+from hdtool.runtime.integrations.server.openai_formats import RequestError
+from hdtool.runtime.integrations.server.openai_requests import ChatRequest, template_messages
+from hdtool.runtime.integrations.server.request_preparation import Preparer
 from hdtool.runtime.target.load import load, load_tokenizer
 from tests.server.plain import plain_ids
 from tests.server.templates import ALTERNATING, TURNS

@@ -77,7 +77,7 @@ def test_sound_is_not_answered(server: RunningServer, asked: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("body", COMPLETION_BODIES.values(), ids=COMPLETION_BODIES)
-def test_completion_requests(server: RunningServer, body: Any) -> None:
+def test_openai_requests(server: RunningServer, body: Any) -> None:
     assert_refused(*server.ask(COMPLETIONS, body))
 
 

@@ -10,18 +10,18 @@ import pytest
 from hdtool.builders.evaluation.recording import RecordedTurn, RecordingEngine
 from hdtool.data.chat import encode_text
 from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.core.session import decode
-from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.generation.text_stream import text_of
-from hdtool.runtime.integrations.server.formats import usage_of
 from hdtool.runtime.integrations.server.messages_api import MessagesRequest
-from hdtool.runtime.integrations.server.preparation import PreparedPrompt, Preparer
+from hdtool.runtime.integrations.server.openai_formats import usage_of
+from hdtool.runtime.integrations.server.openai_requests import ChatRequest
 from hdtool.runtime.integrations.server.quotes import Quotes, quoted_forms, without_line_numbers
-from hdtool.runtime.integrations.server.requests import ChatRequest
+from hdtool.runtime.integrations.server.request_preparation import PreparedPrompt, Preparer
 from hdtool.runtime.integrations.server.responses_api import ResponsesRequest
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded

@@ -12,8 +12,8 @@ from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.drafters.published.lookup_methods import PromptLookup
-from hdtool.runtime.integrations.server.preparation import Preparer
-from hdtool.runtime.integrations.server.requests import CompletionRequest
+from hdtool.runtime.integrations.server.openai_requests import CompletionRequest
+from hdtool.runtime.integrations.server.request_preparation import Preparer
 from hdtool.runtime.integrations.server.scheduler import AnswerJob, EngineError, OverloadError, Scheduler, Tenants
 from hdtool.runtime.target.load import Loaded
 

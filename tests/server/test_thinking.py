@@ -15,11 +15,11 @@ from hdtool.data.prompts import Grammar
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.integrations.server.answers import AnswerText
-from hdtool.runtime.integrations.server.formats import ChatFormat, Delta, usage_of
+from hdtool.runtime.integrations.server.choice_stream import AnswerText
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat
-from hdtool.runtime.integrations.server.preparation import PreparedChoice, PreparedPrompt
-from hdtool.runtime.integrations.server.requests import NO_TOOLS, ToolChoice
+from hdtool.runtime.integrations.server.openai_formats import ChatFormat, Delta, usage_of
+from hdtool.runtime.integrations.server.openai_requests import NO_TOOLS, ToolChoice
+from hdtool.runtime.integrations.server.request_preparation import PreparedChoice, PreparedPrompt
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest
 from hdtool.runtime.integrations.server.tool_calls import ThinkingReader
 from hdtool.runtime.target.load import load_tokenizer

@@ -15,7 +15,7 @@ from hdtool.builders.stores.build_engine import BuildEngine, suffix_array
 from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.data.stores.store import damaged_files
+from hdtool.data.stores.store_folder import damaged_files
 from hdtool.runtime.stores.corpus_index import (
     CONTINUATION_DEPTH,
     MATCH_SAMPLES,

@@ -33,16 +33,16 @@ from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
 from hdtool.data.stores import history_manifest
 from hdtool.data.stores.history_manifest import DEFAULT_SOURCE, HistoryManifest, read_history_manifest
-from hdtool.data.stores.home import history_at_home
 from hdtool.data.stores.kinds import HISTORY
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.data.stores.store import read_manifest
-from hdtool.data.stores.store_files import (
+from hdtool.data.stores.store_file_names import (
     LMDB_LOCK_ENDING,
     MANIFEST,
     refuse_other_files,
     write_manifest,
 )
+from hdtool.data.stores.store_folder import read_manifest
+from hdtool.data.stores.stores_at_home import history_at_home
 from hdtool.runtime.stores import history_files, history_store
 from hdtool.runtime.stores.history_files import (
     MAX_STORE_BYTES,

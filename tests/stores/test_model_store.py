@@ -22,7 +22,8 @@ from hdtool.builders.stores.sequences import table_size
 from hdtool.data.documents import Document, Source, token_type
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import damaged_files, file_checksum
+from hdtool.data.stores.store_folder import damaged_files, file_checksum
+from hdtool.runtime.stores.mapped_files import LEAF_PAGE, PAGE_HEADER_BYTES
 from hdtool.runtime.stores.model_store import (
     KEY_TOTAL,
     KEY_WIDTH,
@@ -38,7 +39,6 @@ from hdtool.runtime.stores.model_store import (
     slot_of,
     split_hash,
 )
-from hdtool.runtime.stores.store_files import LEAF_PAGE, PAGE_HEADER_BYTES
 from tests.support.stores import build
 
 Documents = list[list[int]]

@@ -21,11 +21,11 @@ from hdtool.builders.stores.build_engine import BuildEngine
 from hdtool.cli.inspect import inspect
 from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
-from hdtool.data.stores import store as stores, store_files
+from hdtool.data.stores import store_file_names, store_folder
 from hdtool.data.stores.kinds import BUILT_KINDS
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import building, damaged_files, read_manifest
-from hdtool.data.stores.store_files import MANIFEST
+from hdtool.data.stores.store_file_names import MANIFEST
+from hdtool.data.stores.store_folder import building, damaged_files, read_manifest
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.stores import inspect_store as runtime_stores, suffix_search as suffixes
 from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -249,10 +249,10 @@ OPENED: dict[str, Callable[[Path], object]] = {"corpus": CorpusIndex, "model": M
 
 
 STEPS: dict[str, tuple[Any, str]] = {
-    "sizes": (stores, "_check_size"),
+    "sizes": (store_folder, "_check_size"),
     "map": (np, "memmap"),
     "documents": (rework, "_texts"),
-    "checksums": (stores, "_stream_of"),
+    "checksums": (store_folder, "_stream_of"),
 }
 
 
@@ -308,8 +308,8 @@ def test_a_store_that_is_replaced_without_end_is_an_error(tmp_path: Path, monkey
         build("corpus", tmp_path, manifest.bytes)
         raise StoreError("is missing")
 
-    with pytest.raises(StoreError, match=f"was replaced {stores.MAX_OPEN_ATTEMPTS} times while it was opened"):
-        stores.read_store(tmp_path, always_replaced)
+    with pytest.raises(StoreError, match=f"was replaced {store_folder.MAX_OPEN_ATTEMPTS} times while it was opened"):
+        store_folder.read_store(tmp_path, always_replaced)
 
 
 def build_without_pause(kind: str, folder: str, stop: Any) -> None:
@@ -322,7 +322,7 @@ def build_without_pause(kind: str, folder: str, stop: Any) -> None:
 @pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS[1:])])
 def test_a_process_builds_while_another_opens(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the moment: a store that was opened holds the documents of one build."""
-    monkeypatch.setattr(stores, "MAX_OPEN_ATTEMPTS", 1000)
+    monkeypatch.setattr(store_folder, "MAX_OPEN_ATTEMPTS", 1000)
     build(kind, tmp_path)
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
@@ -436,7 +436,7 @@ def test_a_shard_that_does_not_fit_is_an_error(place: str, value: int, tmp_path:
         CorpusIndex(tmp_path)
 
 
-@pytest.mark.parametrize("part", sorted(store_files.PART_ENDINGS))
+@pytest.mark.parametrize("part", sorted(store_file_names.PART_ENDINGS))
 def test_a_part_that_is_empty_or_no_whole_rows_is_an_error(part: str, whole: tuple[str, Path], tmp_path: Path) -> None:
     kind, folder, row = copied(whole, tmp_path)
     if part not in BUILT_KINDS[kind].parts or part == "record":  # which lookups do not open
@@ -517,7 +517,7 @@ def use(folder: Path) -> None:
     manifest = read_manifest(folder)
     json.dumps(manifest.options)
     damaged_files(folder, manifest)
-    store = stores.read_store(folder, lambda found: store_of(folder, found))
+    store = store_folder.read_store(folder, lambda found: store_of(folder, found))
     for context in ([], [5], [1, 2, 3, 4], [2**40, -1], [VOCABULARY], [6, 7, 8, VOCABULARY + 1]):
         for _, path, _ in continuations(store, context):
             assert all(0 <= token < manifest.tokenizer.vocab_size for token in path)

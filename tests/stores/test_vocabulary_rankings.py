@@ -19,11 +19,11 @@ from hdtool.data import demo
 from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
-from hdtool.data.stores.store import read_manifest
-from hdtool.data.stores.store_files import MANIFEST
+from hdtool.data.stores.store_file_names import MANIFEST
+from hdtool.data.stores.store_folder import read_manifest
 from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.stores.model_store import VOCABULARY_RANKING_TOKENS, ModelStore
 from hdtool.runtime.stores.store_set import StoreSet

@@ -16,7 +16,7 @@ from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target

@@ -28,12 +28,12 @@ from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.core.session import decode, decode_batch
+from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, drafter_of
 from hdtool.runtime.engines.cuda import captured_passes, cuda_graphs
 from hdtool.runtime.engines.cuda.waits import WaitError, waits_refused
-from hdtool.runtime.engines.steps import StepOutput, StepPass
+from hdtool.runtime.engines.step_interface import StepOutput, StepPass
 from hdtool.runtime.model.pass_inputs import StepTensors
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target

@@ -12,7 +12,7 @@ import torch
 from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.drafters.heads.checkpoint import ARCHITECTURES, EvalResult, SavedHeads, new_heads
 from hdtool.runtime.drafters.heads.modules import NORM_EPSILON, ROTARY_BASE, Heads, HeadsShape, MtpHeads, ParallelHeads
-from hdtool.runtime.model.fingerprint import fingerprint
+from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.target.target import Target
 
 VARIANTS = {

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, GgufConfig, PreTrainedModel
 
 from hdtool.runtime.model.transformers_internals import text_class
-from hdtool.runtime.weights.store import WeightStore
+from hdtool.runtime.weights.weight_store import WeightStore
 
 
 class UnreadableError(Exception):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.draws import ExponentialRace
 from hdtool.runtime.stores.corpus_index import CorpusIndex

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
 from typing import Any
 
-from hdtool.runtime.config.source_names import registered
+from hdtool.runtime.config.draft_sources import registered
 from hdtool.runtime.integrations.server.page import chat_page, page_headers
 from tests.support.http_server import serving
 

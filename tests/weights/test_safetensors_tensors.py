@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from hdtool.data.progress import progress_bar
 from hdtool.runtime.model.transformers_internals import empty_model
-from hdtool.runtime.weights.assemble import fill, fits
+from hdtool.runtime.weights.fill_model import fill, fits
 from hdtool.runtime.weights.safetensors_files import safetensors_store
 from tests.support.families import FAMILIES, random_model
 from tests.support.read_weights import differences, loaded_by_library, store_differences

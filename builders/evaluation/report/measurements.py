@@ -18,7 +18,7 @@ from hdtool.builders.evaluation.report.tables import (
 from hdtool.builders.evaluation.scores import ALL_TASKS, Scores, method_in_words, scores_of
 from hdtool.data.answered_questions import AnsweredQuestion
 from hdtool.data.bench_results import Results
-from hdtool.runtime.config.source_names import source_of
+from hdtool.runtime.config.draft_sources import source_of
 
 
 @dataclass(frozen=True)

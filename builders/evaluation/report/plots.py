@@ -16,7 +16,7 @@ from hdtool.builders.evaluation.report.tables import (
     Speeds,
 )
 from hdtool.builders.evaluation.scores import PLAIN_METHOD
-from hdtool.runtime.config.source_names import registered
+from hdtool.runtime.config.draft_sources import registered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -26,7 +26,7 @@ from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config.budgets import FIXED_BUDGET
 from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.source_names import SOURCE_LETTERS
+from hdtool.runtime.config.draft_sources import SOURCE_LETTERS
 from hdtool.runtime.stores.store_set import StoreSet
 
 CASE_LENGTHS = range(60, 301)

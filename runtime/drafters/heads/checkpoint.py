@@ -22,7 +22,7 @@ from hdtool.data.output_files import OutputFile
 from hdtool.runtime.config.building import AMPHISTA, HYDRA, HYDRA_PLUS, MEDUSA, MTP_LAYER, HeadsConfig
 from hdtool.runtime.config.decoding import TAKE_HEADS
 from hdtool.runtime.drafters.heads.modules import Heads, HeadsShape, HydraHeads, MtpHeads, OutputLayer, ParallelHeads
-from hdtool.runtime.model.fingerprint import fingerprint
+from hdtool.runtime.model.model_fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.acceptance_rates import learn_rate
 from hdtool.runtime.core.draws import stream_start, time_of
 from hdtool.runtime.core.tree import LARGEST_TREE

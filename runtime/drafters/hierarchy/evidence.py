@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hdtool.runtime.config.building import MAX_HEADS
-from hdtool.runtime.config.source_names import PLUGINS, Evidence, SourceId
+from hdtool.runtime.config.draft_sources import PLUGINS, Evidence, SourceId
 from hdtool.runtime.drafters.hierarchy.candidates import (
     RESTART,
     CompiledSource,

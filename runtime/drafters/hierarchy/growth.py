@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.acceptance_rates import learn_rate
 from hdtool.runtime.drafters.hierarchy.candidates import (
     DRAFTING,

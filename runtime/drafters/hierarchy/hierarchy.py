@@ -10,7 +10,7 @@ import numpy as np
 from numba import types
 
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, SmoothedSeconds, choose_all_nodes
-from hdtool.runtime.config.source_names import Evidence, SourceId
+from hdtool.runtime.config.draft_sources import Evidence, SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.drafter import Drafter

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.drafters.hierarchy.candidates import (
     MANY_TOKENS,
     MAX_HASHED_TOKENS,

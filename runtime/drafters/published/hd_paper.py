@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hdtool.runtime.config.decoding import PaperConfig
-from hdtool.runtime.config.source_names import SOURCE_LETTERS, SourceId, source_of
+from hdtool.runtime.config.draft_sources import SOURCE_LETTERS, SourceId, source_of
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine_interface import Verified

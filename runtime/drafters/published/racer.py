@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hdtool.runtime.budget.node_budget import Budget
-from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree, Trie
 from hdtool.runtime.drafters.published.lookup_methods import GrowingContext
 from hdtool.runtime.drafters.published.token_recycling import (

@@ -9,8 +9,8 @@ import torch
 from hdtool.data.errors import FamilyError, ModelError
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.caches.kv_cache import NO_TENSOR
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Ranked, TopTokens, Verified
 from hdtool.runtime.core.prefix_cache import common_prefix_length

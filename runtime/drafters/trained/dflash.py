@@ -13,7 +13,7 @@ import torch
 
 from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
-from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.engine_interface import TopTokens
 from hdtool.runtime.drafters.trained.draft_passes import ReadingPasses
 from hdtool.runtime.drafters.trained.module_parts import Norm, topk_tokens

@@ -10,7 +10,7 @@ import torch
 
 from hdtool.runtime.budget.gate import MIN_TRIAL_STEPS, Gate
 from hdtool.runtime.caches.slots import select_rows
-from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Ranked, Verified
 from hdtool.runtime.drafters.trained.proposal import (

@@ -17,7 +17,7 @@ from hdtool.runtime.engines.backend import BackendEngine
 from hdtool.runtime.engines.checks.long_context import sizes_of
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.engines.stock.chain_passes import ChainPasses
-from hdtool.runtime.engines.stock.facts import ModelFacts
+from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel
 from hdtool.runtime.model.quantization import quantized_layers, refuse_dependent_rows
 from hdtool.runtime.model.refusals import PLAIN, context_limit

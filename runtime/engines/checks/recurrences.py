@@ -17,7 +17,7 @@ from hdtool.runtime.core.tolerances import aggregate_distance, distances, is_low
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import BackendEngine
 from hdtool.runtime.engines.checks.probes import logits_of, small_tree
-from hdtool.runtime.engines.stock.facts import ModelFacts
+from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.engines.stock.recurrent_layers import RecurrentLayers, described_mixers
 from hdtool.runtime.engines.stock.stock_model import StockModel
 from hdtool.runtime.engines.stock.tree_passes import TreePasses

@@ -17,7 +17,7 @@ from hdtool.runtime.engines.checks.chains import prove_chains
 from hdtool.runtime.engines.checks.long_context import LARGEST_LENGTH, long_contexts
 from hdtool.runtime.engines.checks.probes import logits_of, small_tree
 from hdtool.runtime.engines.checks.recurrences import prove_recurrent_trees
-from hdtool.runtime.engines.stock.facts import ModelFacts
+from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel
 from hdtool.runtime.engines.stock.tree_passes import TreePasses
 from hdtool.runtime.model.quantization import measure_rounding, quantized_layers, refuse_dependent_rows

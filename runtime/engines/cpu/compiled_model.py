@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.caches.kv_cache import KVTensors
     from hdtool.runtime.caches.slots import Cache, Slot
     from hdtool.runtime.core.engine_interface import PassLog
-    from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
+    from hdtool.runtime.engines.cpu.compiled_support import CompiledParts
     from hdtool.runtime.model.pass_inputs import AttentionWindow
 
 

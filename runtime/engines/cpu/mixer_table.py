@@ -23,7 +23,7 @@ from hdtool.runtime.program.mixer_parts import (
 )
 
 if TYPE_CHECKING:
-    from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
+    from hdtool.runtime.engines.cpu.compiled_support import CompiledParts
 
 MIXER_NUMBERS = {
     SHORT_CONVOLUTION: layers.SHORT_CONVOLUTION,

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import pad
 
 from hdtool.runtime.engines.cpu import pass_kernel as outer
-from hdtool.runtime.engines.cpu.compiled_kind import (
+from hdtool.runtime.engines.cpu.compiled_support import (
     FIELDS,
     MatmulRows,
     adapters_of,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from hdtool.runtime.caches.kv_cache import KVTensors
-    from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
+    from hdtool.runtime.engines.cpu.compiled_support import CompiledParts
     from hdtool.runtime.kernels.linear import CompiledLinear
     from hdtool.runtime.model.pass_inputs import AttentionWindow
     from hdtool.runtime.program.added_mixture import MixtureParts

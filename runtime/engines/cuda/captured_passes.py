@@ -23,15 +23,15 @@ from hdtool.runtime.engines.cuda.fused_pass import fuse, triton_operations
 from hdtool.runtime.engines.cuda.library_attention import TreeAttention
 from hdtool.runtime.engines.cuda.static_steps import StaticSteps
 from hdtool.runtime.engines.reference.program_pass import ProgramPass
-from hdtool.runtime.engines.steps import StepOutput, StepPass
+from hdtool.runtime.engines.step_interface import StepOutput, StepPass
 from hdtool.runtime.model.pass_inputs import Mask
 from hdtool.runtime.model.placement import not_on_one_device_reason
 from hdtool.runtime.model.refusals import context_limit, deviation
 
 if TYPE_CHECKING:
-    from hdtool.runtime.engines.capture import Capture
+    from hdtool.runtime.engines.capture_interface import Capture
     from hdtool.runtime.engines.reference.recurrences import StackedStates
-    from hdtool.runtime.engines.stock.facts import ModelFacts
+    from hdtool.runtime.engines.stock.model_facts import ModelFacts
     from hdtool.runtime.engines.stock.recurrent_layers import RecurrentLayers
     from hdtool.runtime.engines.stock.stock_model import StockModel
     from hdtool.runtime.engines.stock.tree_passes import TreePasses

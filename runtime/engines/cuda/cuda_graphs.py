@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import torch
 
 from hdtool.data.notes import note
-from hdtool.runtime.engines.capture import Capture, Run
+from hdtool.runtime.engines.capture_interface import Capture, Run
 from hdtool.runtime.engines.cuda.waits import waits_refused
 
 Shape = TypeVar("Shape")

@@ -21,7 +21,7 @@ from hdtool.runtime.program.model_parts import Kind, ModelParts, fits_cache, mod
 
 if TYPE_CHECKING:
     from hdtool.runtime.engines.cuda.triton_operations import TritonOperations
-    from hdtool.runtime.engines.stock.facts import ModelFacts
+    from hdtool.runtime.engines.stock.model_facts import ModelFacts
     from hdtool.runtime.engines.stock.stock_model import StockModel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

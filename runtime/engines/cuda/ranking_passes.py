@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from hdtool.runtime.core.engine_interface import Ranked, TopTokens
-from hdtool.runtime.engines.capture import Capture
+from hdtool.runtime.engines.capture_interface import Capture
 from hdtool.runtime.engines.cuda.cuda_graphs import CapturedRun, CapturedRuns
 from hdtool.runtime.engines.cuda.static_steps import DeviceClock, rankings_in
 from hdtool.runtime.model.pass_inputs import TransferBuffer

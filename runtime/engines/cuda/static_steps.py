@@ -25,9 +25,9 @@ from hdtool.runtime.caches.states import StatesOfTree
 from hdtool.runtime.core.engine_interface import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.engines.backend import RunningPass
-from hdtool.runtime.engines.capture import Capture, Run
+from hdtool.runtime.engines.capture_interface import Capture, Run
 from hdtool.runtime.engines.cuda.cuda_graphs import CapturedRun, CapturedRuns, is_out_of_memory
-from hdtool.runtime.engines.steps import StepOutput, StepPass
+from hdtool.runtime.engines.step_interface import StepOutput, StepPass
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import MAX_RANKED
 from hdtool.runtime.model.pass_inputs import StepInput, TransferBuffer

@@ -13,7 +13,7 @@ from hdtool.runtime.caches.states import States
 from hdtool.runtime.core.engine_interface import PassOptions, Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import StockBackend
-from hdtool.runtime.engines.stock.facts import ModelFacts
+from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel
 from hdtool.runtime.model.pass_inputs import StepTensors, sent_step
 from hdtool.runtime.model.refusals import rotary_switch

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from hdtool.runtime.integrations.server.formats import Delta, TokenLogprobs
+from hdtool.runtime.integrations.server.openai_formats import Delta, TokenLogprobs
 
 
 class SectionKind(Enum):

@@ -30,9 +30,11 @@ from hdtool.data.errors import ContextError, HdtoolError, OptionError
 from hdtool.data.input_files import read_text
 from hdtool.runtime.config.measuring import ServerConfig
 from hdtool.runtime.integrations.server import messages_api, responses_api
-from hdtool.runtime.integrations.server.answers import ChoiceStream
-from hdtool.runtime.integrations.server.bodies import MIB, UnreadBodies, read_body
-from hdtool.runtime.integrations.server.formats import (
+from hdtool.runtime.integrations.server.body_reader import MIB, UnreadBodies, read_body
+from hdtool.runtime.integrations.server.choice_stream import ChoiceStream
+from hdtool.runtime.integrations.server.messages_api import MessagesFormat, MessagesRequest
+from hdtool.runtime.integrations.server.metrics import Metrics
+from hdtool.runtime.integrations.server.openai_formats import (
     AUTHENTICATION,
     DISCONNECTED,
     SERVER,
@@ -43,12 +45,10 @@ from hdtool.runtime.integrations.server.formats import (
     RequestError,
     Row,
 )
-from hdtool.runtime.integrations.server.messages_api import MessagesFormat, MessagesRequest
-from hdtool.runtime.integrations.server.metrics import Metrics
+from hdtool.runtime.integrations.server.openai_requests import Body, ChatRequest, CompletionRequest, GenerationRequest
 from hdtool.runtime.integrations.server.page import chat_page, page_headers, status_of
-from hdtool.runtime.integrations.server.preparation import PreparedChoice, Preparer
 from hdtool.runtime.integrations.server.request_log import ENTRY_KEY, LogEntry, RequestLog
-from hdtool.runtime.integrations.server.requests import Body, ChatRequest, CompletionRequest, GenerationRequest
+from hdtool.runtime.integrations.server.request_preparation import PreparedChoice, Preparer
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest
 from hdtool.runtime.integrations.server.scheduler import Scheduler
 from hdtool.runtime.target.load import Loaded

@@ -8,7 +8,7 @@ from typing import Any
 
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.generation.grammar import JSON_LAYOUT
-from hdtool.runtime.integrations.server.formats import RequestError
+from hdtool.runtime.integrations.server.openai_formats import RequestError
 from hdtool.runtime.integrations.server.tool_calls import CALL_CLOSING, CALL_OPENING, unmarked_call
 
 MAX_CALLS = 8

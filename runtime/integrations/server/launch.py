@@ -22,11 +22,11 @@ from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.measuring import ServerConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import compile_sampling
-from hdtool.runtime.drafters.methods import compile_ahead, finish_compiling
+from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compiling
 from hdtool.runtime.generation.settings import refuse_settings
 from hdtool.runtime.integrations.server.app import API_KEY_VARIABLE, ApiKeys, Server, TimedProtocol
-from hdtool.runtime.integrations.server.bodies import MIB
-from hdtool.runtime.integrations.server.preparation import Preparer
+from hdtool.runtime.integrations.server.body_reader import MIB
+from hdtool.runtime.integrations.server.request_preparation import Preparer
 from hdtool.runtime.integrations.server.scheduler import Scheduler, Tenants
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.threads import choose_threads

@@ -11,7 +11,7 @@ from transformers import LogitsProcessor
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.core.engine_interface import Verified
-from hdtool.runtime.integrations.server.formats import TokenLogprobs
+from hdtool.runtime.integrations.server.openai_formats import TokenLogprobs
 
 
 class AnswerPenalty(LogitsProcessor):

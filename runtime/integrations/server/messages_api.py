@@ -19,8 +19,9 @@ from hdtool.runtime.integrations.server.answer_sections import (
     Sections,
     sections_of,
 )
-from hdtool.runtime.integrations.server.content import Part, Strict, name_results, text_of_content, text_of_part
-from hdtool.runtime.integrations.server.formats import (
+from hdtool.runtime.integrations.server.instructions import PARAGRAPH
+from hdtool.runtime.integrations.server.message_content import Part, Strict, name_results, text_of_content, text_of_part
+from hdtool.runtime.integrations.server.openai_formats import (
     AUTHENTICATION,
     INVALID,
     LENGTH,
@@ -32,8 +33,7 @@ from hdtool.runtime.integrations.server.formats import (
     RequestError,
     Row,
 )
-from hdtool.runtime.integrations.server.instructions import PARAGRAPH
-from hdtool.runtime.integrations.server.requests import MAX_STOPS, Body, ChatRequest
+from hdtool.runtime.integrations.server.openai_requests import MAX_STOPS, Body, ChatRequest
 
 PATH = "/v1/messages"
 STOP_REASONS = {LENGTH: "max_tokens", TOOL_CALLS: "tool_use"}

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path, PurePath
 
-from hdtool.runtime.config.source_names import registered
-from hdtool.runtime.integrations.server.formats import Row
+from hdtool.runtime.config.draft_sources import registered
+from hdtool.runtime.integrations.server.openai_formats import Row
 from hdtool.runtime.integrations.server.scheduler import Scheduler
 from hdtool.runtime.stores.store_set import StoreSet
 

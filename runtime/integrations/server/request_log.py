@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hdtool.runtime.config.measuring import JSON_LINES
 
 if TYPE_CHECKING:
-    from hdtool.runtime.integrations.server.answers import ChoiceStream
+    from hdtool.runtime.integrations.server.choice_stream import ChoiceStream
 ENTRY_KEY = "hdtool.request"
 """Key of the ``LogEntry`` in the ASGI scope of a request."""
 POLLED_PATHS = ("/health", "/metrics", "/v1/status")

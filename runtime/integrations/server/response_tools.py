@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hdtool.runtime.integrations.server.formats import RequestError, Row
+from hdtool.runtime.integrations.server.openai_formats import RequestError, Row
 
 FUNCTION, CUSTOM, NAMESPACE = "function", "custom", "namespace"
 BUILT_IN_TOOLS = ("web_search", "web_search_preview", "image_generation")

@@ -22,14 +22,15 @@ from hdtool.runtime.integrations.server.answer_sections import (
     Sections,
     sections_of,
 )
-from hdtool.runtime.integrations.server.content import (
+from hdtool.runtime.integrations.server.instructions import PARAGRAPH
+from hdtool.runtime.integrations.server.message_content import (
     UNSUPPORTED_CONTENT,
     Part,
     Strict,
     name_results,
     text_of_content,
 )
-from hdtool.runtime.integrations.server.formats import (
+from hdtool.runtime.integrations.server.openai_formats import (
     LENGTH,
     Delta,
     Format,
@@ -38,8 +39,7 @@ from hdtool.runtime.integrations.server.formats import (
     TokenLogprobs,
     logprob_rows,
 )
-from hdtool.runtime.integrations.server.instructions import PARAGRAPH
-from hdtool.runtime.integrations.server.requests import MAX_LOGPROBS, Body, ChatRequest
+from hdtool.runtime.integrations.server.openai_requests import MAX_LOGPROBS, Body, ChatRequest
 from hdtool.runtime.integrations.server.response_tools import (
     CUSTOM,
     ResponseTools,

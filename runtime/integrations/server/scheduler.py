@@ -20,7 +20,7 @@ from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.prefix_cache import PrefixCache, common_prefix_length
 from hdtool.runtime.core.sequence import Request, Step
 from hdtool.runtime.core.session import Session
-from hdtool.runtime.drafters.methods import DrafterMaker
+from hdtool.runtime.drafters.drafter_factory import DrafterMaker
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.target.target import Target

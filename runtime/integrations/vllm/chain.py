@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.drafters.hierarchy.candidates import DRAFTING, work_at
 from hdtool.runtime.drafters.hierarchy.evidence import ranges_at
 from hdtool.runtime.drafters.hierarchy.growth import expand, extend, feed, restart

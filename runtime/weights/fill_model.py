@@ -15,7 +15,7 @@ from hdtool.data.file_state import FileState
 from hdtool.data.progress import ProgressBar
 from hdtool.runtime.kernels.compact_weight import as_parameter, is_compact
 from hdtool.runtime.weights.damaged_weights import WeightCheck
-from hdtool.runtime.weights.store import WeightStore
+from hdtool.runtime.weights.weight_store import WeightStore
 
 NARROW_BYTES = 2
 READERS = 2

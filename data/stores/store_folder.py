@@ -23,7 +23,7 @@ from hdtool.data.errors import StoreError, os_errors_as, write_fault
 from hdtool.data.output_files import sync_to_disk
 from hdtool.data.stores.kinds import BUILT_KINDS, HISTORY_KIND
 from hdtool.data.stores.manifest import Manifest, StoredFile, TokenizerFingerprint
-from hdtool.data.stores.store_files import (
+from hdtool.data.stores.store_file_names import (
     BUILT_FILES,
     LOCK_FILE,
     MANIFEST,

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hdtool.runtime.integrations.server.formats import DISCONNECTED, RequestError
+from hdtool.runtime.integrations.server.openai_formats import DISCONNECTED, RequestError
 
 MIB = 2**20
 

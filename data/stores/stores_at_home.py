@@ -19,8 +19,7 @@ from hdtool.data.home import home
 from hdtool.data.stores.history_manifest import history_lock, read_history_manifest
 from hdtool.data.stores.kinds import CORPUS_KIND, HISTORY_KIND, KINDS, MODEL_KIND
 from hdtool.data.stores.manifest import Checkpoint, InputShare, TokenizerFingerprint
-from hdtool.data.stores.store import read_manifest
-from hdtool.data.stores.store_files import (
+from hdtool.data.stores.store_file_names import (
     BUILT_FILES,
     HISTORY_FILES,
     LOCK_FILE,
@@ -30,6 +29,7 @@ from hdtool.data.stores.store_files import (
     leftovers,
     printable,
 )
+from hdtool.data.stores.store_folder import read_manifest
 from hdtool.data.stores.tenant import namespace_folder
 
 NO_STORE = "none"

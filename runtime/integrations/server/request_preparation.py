@@ -26,12 +26,11 @@ from hdtool.runtime.core.sequence import Request, Step, room_for
 from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.integrations.server.call_grammar import arguments_schema
-from hdtool.runtime.integrations.server.formats import RequestError, TokenLogprobs
 from hdtool.runtime.integrations.server.generic_tools import GenericTools
 from hdtool.runtime.integrations.server.instructions import takes_late_instructions, with_early_instructions
 from hdtool.runtime.integrations.server.logit_processors import AnswerPenalty, LogitBias, LogprobRecorder
-from hdtool.runtime.integrations.server.quotes import Quotes
-from hdtool.runtime.integrations.server.requests import (
+from hdtool.runtime.integrations.server.openai_formats import RequestError, TokenLogprobs
+from hdtool.runtime.integrations.server.openai_requests import (
     MAX_PROMPTS,
     NO_EXTENSION,
     NO_TOOLS,
@@ -43,6 +42,7 @@ from hdtool.runtime.integrations.server.requests import (
     require_text_answers,
     template_messages,
 )
+from hdtool.runtime.integrations.server.quotes import Quotes
 from hdtool.runtime.integrations.server.scheduler import AnswerJob
 from hdtool.runtime.target.load import Loaded
 

@@ -17,10 +17,10 @@ from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.engines.checks.trees import prove_trees
-from hdtool.runtime.engines.stock.facts import ModelFacts
+from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel
 from hdtool.runtime.model.compact_layers import has_compact_weights
-from hdtool.runtime.target import kept_proof
+from hdtool.runtime.target import proof_cache
 from hdtool.runtime.target.load import load
 
 pytest.importorskip("gguf")
@@ -98,9 +98,9 @@ def test_a_changed_file_is_proved_again(file: Path, proofs: list[StockModel]) ->
 @pytest.mark.parametrize(
     "change",
     [
-        lambda patch: patch.setattr(kept_proof, "FORMAT", 0),
-        lambda patch: patch.setattr(kept_proof, "_source_hash", lambda: "another"),
-        lambda patch: patch.setattr(kept_proof, "processor_name", lambda: "another"),
+        lambda patch: patch.setattr(proof_cache, "FORMAT", 0),
+        lambda patch: patch.setattr(proof_cache, "_source_hash", lambda: "another"),
+        lambda patch: patch.setattr(proof_cache, "processor_name", lambda: "another"),
         lambda patch: patch.setattr("importlib.metadata.version", lambda name: "0"),
         lambda patch: patch.setattr("torch.get_num_threads", lambda: 7),
         lambda patch: patch.setenv("NUMBA_CPU_NAME", "another"),
@@ -114,15 +114,15 @@ def test_other_circumstances_have_no_proof(
 
     def place(threads: int | None = None) -> Path:
         config = ModelConfig(threads=threads)
-        return kept_proof.KeptProof(config, settings, LlamaForCausalLM, [file]).record.path
+        return proof_cache.KeptProof(config, settings, LlamaForCausalLM, [file]).record.path
 
-    kept_proof._machine.cache_clear()
+    proof_cache._machine.cache_clear()
     usual = place()
     with monkeypatch.context() as patch:
         change(patch)
-        kept_proof._machine.cache_clear()
+        proof_cache._machine.cache_clear()
         other = place()
-    kept_proof._machine.cache_clear()
+    proof_cache._machine.cache_clear()
     assert other != usual and place() == usual
     assert place(threads=3) != usual
 

@@ -19,8 +19,8 @@ from hdtool.runtime.budget.node_budget import (
 )
 from hdtool.runtime.caches.moves import compile_moves
 from hdtool.runtime.config.decoding import HIERARCHIES, TRAINED, DecodeConfig, PaperConfig
+from hdtool.runtime.config.draft_sources import plugins
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.source_names import plugins
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.tree import compile_trees
 from hdtool.runtime.core.walks import compile_walks
@@ -35,7 +35,7 @@ from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
 from hdtool.runtime.drafters.trained_methods import trained_alone, trained_drafter
 from hdtool.runtime.kernels.code_folder import mark_compiled
 from hdtool.runtime.kernels.compile_process import DRAFTER, PARTS, PASSES, start_compiling, wait_until_compiled
-from hdtool.runtime.model.fingerprint import fingerprint
+from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import pick_device

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
-from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import AcceptanceRates, Probs, path_probs
 from hdtool.runtime.core.drafter import Drafter

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hdtool.data.file_state import FileState
 from hdtool.data.gguf_header import GGUF_SUFFIX, GGUFHeader
-from hdtool.runtime.weights.pieces import tensors_of
+from hdtool.runtime.weights.stored_pieces import tensors_of
 
 DIGITS = 16
 SAMPLED_BYTES = 64

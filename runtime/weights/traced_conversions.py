@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdtool.runtime.weights.pieces import Piece
-from hdtool.runtime.weights.store import StoredWeight
+from hdtool.runtime.weights.stored_pieces import Piece
+from hdtool.runtime.weights.weight_store import StoredWeight
 
 Numbers = npt.NDArray[np.float64]
 Convert = Callable[[Sequence[torch.Tensor]], torch.Tensor]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from hdtool.runtime.integrations.server.formats import RequestError
+from hdtool.runtime.integrations.server.openai_formats import RequestError
 
 UNSUPPORTED_CONTENT = "unsupported_content"
 UNREADABLE_NOTE = "[{}: left out, because this model reads text only]"

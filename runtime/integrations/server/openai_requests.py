@@ -11,8 +11,8 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.integrations.server.call_grammar import array_of_calls, marked_calls
-from hdtool.runtime.integrations.server.content import UNSUPPORTED_CONTENT, Part, Strict, text_of_content
-from hdtool.runtime.integrations.server.formats import RequestError
+from hdtool.runtime.integrations.server.message_content import UNSUPPORTED_CONTENT, Part, Strict, text_of_content
+from hdtool.runtime.integrations.server.openai_formats import RequestError
 from hdtool.runtime.integrations.server.tool_calls import THINK_OPENING
 
 MAX_CHOICES, MAX_STOPS, MAX_LOGPROBS, MAX_PROMPTS = 16, 16, 20, 64

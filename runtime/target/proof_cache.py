@@ -29,7 +29,7 @@ from hdtool.data.home import proofs_at_home
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.engines.checks.probes import PROOF_TREE, SHORT_CONTEXT, some_context
-from hdtool.runtime.engines.stock.facts import ModelFacts
+from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.compiled import processor_name
 from hdtool.runtime.target.target import Target

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.generation.text_stream import TextStream
-from hdtool.runtime.integrations.server.formats import (
+from hdtool.runtime.integrations.server.metrics import Metrics
+from hdtool.runtime.integrations.server.openai_formats import (
     LENGTH,
     OVERLOADED,
     SERVER,
@@ -23,8 +24,7 @@ from hdtool.runtime.integrations.server.formats import (
     TokenLogprobs,
     usage_of,
 )
-from hdtool.runtime.integrations.server.metrics import Metrics
-from hdtool.runtime.integrations.server.preparation import PreparedChoice, Preparer
+from hdtool.runtime.integrations.server.request_preparation import PreparedChoice, Preparer
 from hdtool.runtime.integrations.server.scheduler import AnswerJob, OverloadError, Scheduler
 from hdtool.runtime.integrations.server.tool_calls import (
     THINK_CLOSING,

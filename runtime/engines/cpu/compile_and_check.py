@@ -16,13 +16,13 @@ from hdtool.runtime.caches.library_views import SlotKVCache
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import BackendEngine
 from hdtool.runtime.engines.checks.probes import PROOF_TREE, SHORT_CONTEXT, logits_of, some_context
-from hdtool.runtime.engines.cpu.compiled_kind import (
+from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
+from hdtool.runtime.engines.cpu.compiled_support import (
     ACTIVATIONS,
     COMPILED,
     CompiledParts,
     has_compiled_experts,
 )
-from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.engines.cpu.convolution import ORIGIN, fill_origins
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers, compute_layers, layers_scratch_size
 from hdtool.runtime.engines.cpu.layer_record import compute_layer_inputs
@@ -30,7 +30,7 @@ from hdtool.runtime.engines.cpu.mixer_kernel import accept
 from hdtool.runtime.engines.cpu.mixer_table import MixerTable
 from hdtool.runtime.engines.cpu.pass_kernel import compile_passes
 from hdtool.runtime.engines.cpu.weight_table import WeightTable, joined_tables
-from hdtool.runtime.engines.stock.facts import ModelFacts
+from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel, embedded_tokens
 from hdtool.runtime.engines.stock.tree_passes import TreePasses
 from hdtool.runtime.kernels.code_folder import mark_compiled
