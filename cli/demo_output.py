@@ -16,7 +16,7 @@ from hdtool.cli.terminal import wrap_text
 
 if TYPE_CHECKING:
     from hdtool.data.prompts import Prompt
-    from hdtool.runtime.generation.text_stream import Piece
+    from hdtool.runtime.generation.text_stream import TextPiece
 
 MAX_COLUMNS = 110
 INDENT = "  "
@@ -55,7 +55,7 @@ def _shortened(text: str) -> str:
     return f"{begin} … {end}"
 
 
-def shortened_answer(pieces: Sequence[Piece], *, color: bool) -> str:
+def shortened_answer(pieces: Sequence[TextPiece], *, color: bool) -> str:
     """Return the first ``ANSWER_LINES`` lines of an answer, with each drafted token in the color of its source."""
     parts = (
         colored(part, source) if color and part != "\n" else part

@@ -57,12 +57,12 @@ def serve(
         raise OptionError(f"--engine must be {HDTOOL_ENGINE} or {VLLM_ENGINE}, got {engine}{meant}")
 
     from hdtool.cli.answer_output import print_stores
-    from hdtool.runtime.integrations.server.launch import Launch
+    from hdtool.runtime.integrations.server.launch import ServerLaunch
 
     quiet_libraries()
     if loading.model is None:
         tell("serving the embedded toy model: hdtool serve MODEL names another")
-    launch = Launch(loading, decoding, sampling, stores, server)
+    launch = ServerLaunch(loading, decoding, sampling, stores, server)
     for tenant, store_set in launch.tenants.store_sets.items():
         if tenant:
             tell(f"tenant {tenant}:")

@@ -26,7 +26,7 @@ from hdtool.runtime.config.model import ModelConfig
 
 if TYPE_CHECKING:
     from hdtool.builders.stores.build_engine import BuildEngine
-    from hdtool.data.documents import Document, Source
+    from hdtool.data.documents import Document, InputFile
     from hdtool.data.stores.stores_at_home import StoredItem
     from hdtool.runtime.kernels.compiled import Ints
     from hdtool.runtime.stores.history_store import HistoryStore
@@ -179,7 +179,7 @@ def open_documents(
     tolerance: float,
     *,
     on_models: Callable[[Mapping[str, int]], str | None] | None = None,
-) -> Iterator[tuple[list[Source], Iterator[Document]]]:
+) -> Iterator[tuple[list[InputFile], Iterator[Document]]]:
     """Yield ``(sources, documents)`` of the inputs. Iterating over the documents of files shows a progress bar.
 
     On exit, print the records that could not be used and, if ``on_models`` returns one, a note on the models that the

@@ -24,7 +24,7 @@ LOWEST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, eq=False)
-class Rankings:
+class RecordedRankings:
     """Top-k tokens at each position of an answer, best first, with their log-probabilities.
 
     Both arrays have shape ``[positions, k]``. Each token of the answer was chosen from the row of its position.
@@ -40,7 +40,7 @@ class Rankings:
         return {"tokens": self.tokens.tolist(), "logprobs": rounded.tolist()}
 
     @classmethod
-    def of_json(cls, value: Any, positions: int) -> Rankings:
+    def of_json(cls, value: Any, positions: int) -> RecordedRankings:
         """Parse rankings. Raises RowError if they are invalid or lack a row for any of the ``positions`` tokens."""
         import numpy as np
 
@@ -79,7 +79,7 @@ class Turn(NamedTuple):
     """Token ids of a recorded answer, including the token that ends it; None if they were not recorded."""
     finish: str = ""
     """How a recorded answer ended: ``stop``, or the limit that it reached."""
-    rankings: Rankings | None = None
+    rankings: RecordedRankings | None = None
     """The model's top-k tokens at each position of a recorded answer."""
 
     @property

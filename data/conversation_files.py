@@ -19,10 +19,10 @@ from hdtool.data.input_files import input_errors_as, read_rows
 from hdtool.data.output_files import OutputFile
 from hdtool.data.progress import ProgressBar, count_of
 from hdtool.data.record_counts import TOLERANCE, Tally
-from hdtool.data.row_readers import CountedFile, Row, RowError, compressed, decompressed
+from hdtool.data.row_readers import CountedFile, FileRow, RowError, compressed, decompressed
 
 if TYPE_CHECKING:
-    from hdtool.data.documents import Source
+    from hdtool.data.documents import InputFile
 
 
 class LocatedConversation(NamedTuple):
@@ -33,7 +33,7 @@ class LocatedConversation(NamedTuple):
     """File and line, for error messages and for the origin in canonical files."""
     source: int
     """Index of the input file."""
-    row: Row
+    row: FileRow
 
 
 class ConversationReader:
@@ -59,15 +59,15 @@ class ConversationReader:
         return sum(self.sizes)
 
     @property
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[InputFile]:
         """Inputs with their SHA-256 hashes. The first access reads every file."""
-        from hdtool.data.documents import Source
+        from hdtool.data.documents import InputFile
 
         for number, path in enumerate(self.inputs):
             if number not in self.hashes:
                 with input_errors_as(path), path.open("rb") as file:
                     self.hashes[number] = hashlib.file_digest(file, "sha256").hexdigest()
-        return [Source(str(path), self.hashes[number]) for number, path in enumerate(self.inputs)]
+        return [InputFile(str(path), self.hashes[number]) for number, path in enumerate(self.inputs)]
 
     def conversations(self) -> Iterator[LocatedConversation]:
         """Yield all conversations, and raise RecordError at the end if too many records cannot be used."""
@@ -110,7 +110,7 @@ class ConversationReader:
         self.tally.count_file(size, unread)
         self.bytes_read = before + size
 
-    def _located(self, row: Row, path: Path, source: int) -> LocatedConversation | None:
+    def _located(self, row: FileRow, path: Path, source: int) -> LocatedConversation | None:
         """Count a row, and return its conversation, or None if it cannot be used."""
         where = f"{path}{row.location}"
         try:

@@ -20,7 +20,7 @@ from hdtool.data.conversation import (
     TEXT,
     USER,
     Conversation,
-    Rankings,
+    RecordedRankings,
     Turn,
     content_text,
     message_text,
@@ -87,7 +87,7 @@ def _recorded(turn: Turn, answer: Any, max_tokens: int | None) -> Turn:
     finish = str(answer.get("finish") or "")
     if finish == STOPPED and max_tokens is not None and max_tokens < len(ids):
         raise RowError(f"an answer is {len(ids)} tokens long, and `max_new_tokens` is {max_tokens}")
-    rankings = Rankings.of_json(answer["rankings"], len(ids)) if "rankings" in answer else None
+    rankings = RecordedRankings.of_json(answer["rankings"], len(ids)) if "rankings" in answer else None
     return turn._replace(ids=tuple(ids), finish=finish, rankings=rankings)
 
 

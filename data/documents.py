@@ -22,7 +22,7 @@ Tokens = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Source:
+class InputFile:
     """Input file that a store was built from."""
 
     name: str

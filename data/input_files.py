@@ -20,7 +20,7 @@ from hdtool.data.row_readers import (
     PARQUET_MAGIC,
     READ_BYTES,
     CountedFile,
-    Row,
+    FileRow,
     RowError,
     arrow_rows,
     decode_utf8,
@@ -71,7 +71,7 @@ FORMAT_BY_ENDING = {ending: form for form, endings in FORMAT_ENDINGS.items() for
 FORMAT_BY_MAGIC = {PARQUET_MAGIC: "parquet", SQLITE_MAGIC: "database", ARROW_MAGIC: "arrow"}
 
 
-def read_rows(raw: CountedFile, *, text_lines: bool = False) -> Iterator[Row]:
+def read_rows(raw: CountedFile, *, text_lines: bool = False) -> Iterator[FileRow]:
     """Yield the rows of a file. Raises RecordError if it has none.
 
     If ``text_lines`` is True, each line of a text file is a row.
@@ -116,25 +116,25 @@ def _format(path: Path, head: bytes) -> str:
     return "json" if first in (b"[", b"{") else "text"
 
 
-def _text_row(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
+def _text_row(raw: CountedFile, stream: io.BufferedReader) -> Iterator[FileRow]:
     try:
         if (text := decode_utf8(stream.read())).strip():
-            yield Row("", text, raw.size)
+            yield FileRow("", text, raw.size)
     except RowError as fault:
         raise RecordError(f"{raw.path} is {fault}: convert it to UTF-8 text, or leave it out") from None
 
 
-def _text_lines(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
+def _text_lines(raw: CountedFile, stream: io.BufferedReader) -> Iterator[FileRow]:
     for number, line in enumerate(stream, start=1):
         try:
             value: str | RowError = decode_utf8(line).removesuffix("\n").removesuffix("\r")
         except RowError as fault:
             value = fault
         if isinstance(value, RowError) or value.strip():
-            yield Row(f":{number}", value, raw.count, number)
+            yield FileRow(f":{number}", value, raw.count, number)
 
 
-ROW_READERS: dict[str, Callable[[CountedFile, io.BufferedReader], Iterator[Row]]] = {
+ROW_READERS: dict[str, Callable[[CountedFile, io.BufferedReader], Iterator[FileRow]]] = {
     "json": json_rows,
     "lines": line_rows,
     "text": _text_row,

@@ -25,7 +25,7 @@ from hdtool.data.errors import RecordError
 from hdtool.data.row_readers import (
     LOGGER_PREFIX,
     CountedFile,
-    Row,
+    FileRow,
     RowError,
     as_file_on_disk,
     decode_utf8,
@@ -212,18 +212,18 @@ def is_server_log(head: bytes) -> bool:
     return any(LOGGER_PREFIX.match(line.decode(errors="replace")) and _is_body(line_value(line)) for line in lines)
 
 
-def log_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
+def log_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[FileRow]:
     """Yield a row per line with a JSON body, and per exchange a row with ``request``, ``response`` or both."""
     logs = (VllmLog(), LlamaServerLog())
     has_rows = False
     for number, line in enumerate(stream, start=1):
         for value in _values(line, number, logs):
             has_rows = True
-            yield Row(f":{number}", value, raw.count, number)
+            yield FileRow(f":{number}", value, raw.count, number)
     for log in logs:
         for number, value in log.unanswered():
             has_rows = True
-            yield Row(f":{number}", value, raw.count, number)
+            yield FileRow(f":{number}", value, raw.count, number)
     if not has_rows:
         raise RecordError(
             f"{raw.path} is a log without the bodies of requests: start vLLM with --enable-log-requests and "
@@ -282,7 +282,7 @@ where {table}.response_id = ? order by {table}."order"
 """
 
 
-def database_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
+def database_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[FileRow]:
     """Yield a row in chat format for each conversation in a database of the ``llm`` tool."""
     with as_file_on_disk(raw.path, stream) as (file, _):
         try:
@@ -297,7 +297,7 @@ def database_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
         except sqlite3.Error as error:
             raise RecordError(f"{raw.path} cannot be read as SQLite ({error}): copy it again") from None
     for index, value in enumerate(conversations):
-        yield Row(f"[{index}]", value, raw.size * (index + 1) // len(conversations), index + 1)
+        yield FileRow(f"[{index}]", value, raw.size * (index + 1) // len(conversations), index + 1)
 
 
 def is_log_of_llm(path: Path) -> bool:

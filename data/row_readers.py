@@ -79,7 +79,7 @@ class RowError(ValueError):
     """Raised when a row or a text cannot be used; the message is the reason."""
 
 
-class Row(NamedTuple):
+class FileRow(NamedTuple):
     """Row of an input file, with its location."""
 
     location: str
@@ -142,11 +142,11 @@ LOGGER_PREFIX = re.compile(r'(?:\[[^\[\]{}"]*\]|[^\[\]{}"])+(?=\{")')
 """Prefix that a logger writes before a JSON object, such as a time, a level and a name."""
 
 
-def line_rows(raw: CountedFile, lines: Iterable[bytes]) -> Iterator[Row]:
+def line_rows(raw: CountedFile, lines: Iterable[bytes]) -> Iterator[FileRow]:
     for number, line in enumerate(lines, start=1):
         if line.isspace():
             continue
-        yield Row(f":{number}", line_value(line), raw.count, number)
+        yield FileRow(f":{number}", line_value(line), raw.count, number)
 
 
 def line_value(line: bytes) -> Any:
@@ -165,7 +165,7 @@ def line_value(line: bytes) -> Any:
         return fault
 
 
-def json_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
+def json_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[FileRow]:
     """Yield a row per item of a JSON array or per line of JSON Lines, or one row for any other JSON value.
 
     A file whose first line is a complete value, but not an array, is read as JSON Lines.
@@ -187,7 +187,7 @@ def json_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
     rows = value if isinstance(value, list) and not is_conversation(value) else [value]
     for index, row in enumerate(rows):
         # The whole file has been read, so show how many of its records have been processed.
-        yield Row(f"[{index}]", row, raw.size * (index + 1) // len(rows), index + 1)
+        yield FileRow(f"[{index}]", row, raw.size * (index + 1) // len(rows), index + 1)
 
 
 def is_conversation(value: Any) -> bool:
@@ -227,7 +227,7 @@ def as_file_on_disk(path: Path, stream: io.BufferedReader) -> Iterator[tuple[Pat
         yield file, scratch
 
 
-def parquet_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
+def parquet_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[FileRow]:
     from datasets import Dataset
     from pyarrow import parquet
 
@@ -239,12 +239,12 @@ def parquet_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
             rows = Dataset.from_parquet(pattern, cache_dir=scratch, streaming=True)
             # Decoding a column of images or sounds would open the files and addresses that it names.
             for index, row in enumerate(rows.decode(False)):
-                yield Row(f"[{index}]", row, raw.size * (index + 1) // count, index + 1)
+                yield FileRow(f"[{index}]", row, raw.size * (index + 1) // count, index + 1)
         except Exception as error:  # pyarrow, fsspec and datasets raise many classes of errors
             raise RecordError(f"{raw.path} cannot be read as Parquet ({error_reason(error)}): fetch it again") from None
 
 
-def arrow_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
+def arrow_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[FileRow]:
     from pyarrow import ArrowException, ipc
 
     index = 0
@@ -252,7 +252,7 @@ def arrow_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
         with ipc.open_stream(stream) as batches:
             for batch in batches:
                 for row in batch.to_pylist():
-                    yield Row(f"[{index}]", row, raw.count, index + 1)
+                    yield FileRow(f"[{index}]", row, raw.count, index + 1)
                     index += 1
     except (ArrowException, OSError) as error:
         raise RecordError(f"{raw.path} cannot be read as Arrow ({error_reason(error)}): fetch it again") from None

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from hdtool.data.conversation import ANSWERS, QUESTIONS, STOPPED, Conversation, Rankings, with_answers
+from hdtool.data.conversation import ANSWERS, QUESTIONS, STOPPED, Conversation, RecordedRankings, with_answers
 from hdtool.data.conversation_files import ConversationReader, LocatedConversation
 from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.prompts import Message
@@ -150,7 +150,7 @@ class RecordedAnswer:
     """Recorded token ids, including the one that ends the turn; None if there are none."""
     max_tokens: int | None = None
     """Limit of the answer's length in tokens, if known. An answer of this length was cut off."""
-    rankings: Rankings | None = None
+    rankings: RecordedRankings | None = None
 
 
 @dataclass(frozen=True)

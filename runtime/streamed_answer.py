@@ -10,7 +10,7 @@ from hdtool.data.prompts import Prompt
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.generation.text_stream import (
-    Piece,
+    TextPiece,
     TextStream,
     before_stop,
     cut_at_stop,
@@ -65,7 +65,7 @@ class Answer:
         if rest := text.end():
             yield rest
 
-    def by_source(self) -> Iterator[Piece]:
+    def by_source(self) -> Iterator[TextPiece]:
         """Generate the answer; yield the text of each token and the source that drafted that token."""
         steps = iter(self._next_step, None)
         drafted = (pair for step in steps for pair in zip(step.tokens, step.sources, strict=True))

@@ -19,7 +19,7 @@ from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.dialogues import Dialogue
-from hdtool.runtime.generation.text_stream import Piece, text_of
+from hdtool.runtime.generation.text_stream import TextPiece, text_of
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 
@@ -66,7 +66,7 @@ class Comparison:
     drafted: Figures
     same: int
     """Number of questions to which all answers have the same tokens."""
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[TextPiece, ...] = ()
     """Text of each token of the last answer with drafts, with its source; empty for several questions."""
 
     def __add__(self, other: Comparison) -> Comparison:

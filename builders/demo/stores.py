@@ -15,7 +15,7 @@ from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import BuildEngine
 from hdtool.builders.stores.sequences import encode_texts, tokenized
 from hdtool.data import demo
-from hdtool.data.documents import Document as Tokenized, Source, stored_documents
+from hdtool.data.documents import Document as Tokenized, InputFile, stored_documents
 from hdtool.data.errors import StoreError
 from hdtool.data.home import home
 from hdtool.data.progress import progress_bar
@@ -37,21 +37,21 @@ def stores_of_real_model(loading: ModelConfig) -> StoresConfig:
     tokenizer, model = load_tokenizer(loading), checkpoint_of(loading)
     fingerprint = TokenizerFingerprint.of(tokenizer)
     folder = home() / "demo" / fingerprint.fingerprint
-    answers = Source(demo.ANSWERS.name, file_checksum(demo.ANSWERS))
+    answers = InputFile(demo.ANSWERS.name, file_checksum(demo.ANSWERS))
     corpus = CorpusIndex(demo.CORPUS_INDEX)
-    texts = Source("corpus", corpus.manifest.files["documents"].sha256)
+    texts = InputFile("corpus", corpus.manifest.files["documents"].sha256)
     if not _is_current(folder / "model", fingerprint, answers, model):
         reading = RecordReader([demo.ANSWERS], answers_only=True, tolerance=0)
         answered = list(tokenized(reading, tokenizer, "model store"))
         build_model_store(folder / "model", answered, fingerprint, [answers], top_k=SEQUENCES_PER_LENGTH, model=model)
-    if not _is_current(folder / "corpus", fingerprint, texts):
+    if not _is_current(folder / "corpus", fingerprint, texts, None):
         build_corpus_index(
             folder / "corpus", _retokenized(corpus, tokenizer), fingerprint, [texts], engine=BuildEngine(1, quiet=True)
         )
     return StoresConfig(model_db=str(folder / "model"), corpus_db=str(folder / "corpus"))
 
 
-def _is_current(folder: Path, tokenizer: TokenizerFingerprint, source: Source, model: Checkpoint | None = None) -> bool:
+def _is_current(folder: Path, tokenizer: TokenizerFingerprint, source: InputFile, model: Checkpoint | None) -> bool:
     try:
         manifest: Manifest = read_manifest(folder)
     except (StoreError, OSError):

@@ -17,7 +17,7 @@ from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.measuring import COLD, WARM
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Stats, Step
-from hdtool.runtime.generation.text_stream import Piece, pieces_of
+from hdtool.runtime.generation.text_stream import TextPiece, pieces_of
 
 Question = TypeVar("Question")
 Answering = Callable[[Question], Sequence[AnsweredTurn]]
@@ -92,7 +92,7 @@ def identical(answers: Sequence[Answers]) -> bool:
     return all(one.output_ids == answers[0].output_ids for one in answers)
 
 
-def shown_pieces(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], sources: Sequence[int]) -> list[Piece]:
+def shown_pieces(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], sources: Sequence[int]) -> list[TextPiece]:
     """Return the text of each token that has any, with the source that drafted the token."""
     drafted = zip(tokens, map(SourceId, sources), strict=True)
     return [piece for piece in pieces_of(tokenizer, drafted) if piece[0]]

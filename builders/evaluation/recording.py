@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.data.chat import conversation_text, encode_text, has_chat_template
-from hdtool.data.conversation import Rankings
+from hdtool.data.conversation import RecordedRankings
 from hdtool.data.errors import PromptError, RecordError
 from hdtool.data.prompts import Message
 from hdtool.data.record_counts import Tally
@@ -44,7 +44,7 @@ class RecordedTurn:
     """Token ids; the last one is a stop token, unless the answer was cut off."""
     max_tokens: int | None = None
     """Maximum length of the answer, near which the decoding loop clips draft trees; None if unknown."""
-    rankings: Rankings | None = None
+    rankings: RecordedRankings | None = None
     """Top-k tokens of the target at each position, if they were recorded."""
 
 
@@ -148,7 +148,7 @@ class RecordedLogits:
         self._rows = self._logits.numpy()
         self._filled = 0
 
-    def logits_after(self, rankings: Rankings, done: int, path: Sequence[int], nodes: int) -> torch.Tensor:
+    def logits_after(self, rankings: RecordedRankings, done: int, path: Sequence[int], nodes: int) -> torch.Tensor:
         """Return the logits ``[1 + nodes, vocabulary]`` of a tree that follows the first ``done`` tokens of the answer.
 
         Only the rows of the root and of ``path`` have finite logits. The tensor is valid until the next call.

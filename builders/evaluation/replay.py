@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.builders.evaluation.contenders import with_own_history
 from hdtool.builders.evaluation.recording import RecordedLogits, RecordedTurn, RecordingEngine
-from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.budget.cost_curve import CostCurve, Floats
 from hdtool.runtime.budget.node_budget import Budget, CostBudget, FixedBudget
 from hdtool.runtime.config.budgets import FIXED_BUDGET
 from hdtool.runtime.config.decoding import READ_LOGITS, DecodeConfig
@@ -34,10 +32,8 @@ from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
+from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.store_set import StoreSet
-
-Ints = npt.NDArray[Any]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

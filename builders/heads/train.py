@@ -30,6 +30,7 @@ from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, new_heads, output_files
 from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS, TOKENS_PER_RANKING, bucket_center, prob_bucket
+from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.model.refusals import context_limit
@@ -40,8 +41,6 @@ EVAL_BATCH = 8
 """Number of examples per forward pass of the evaluation."""
 PRIOR_WEIGHT = 1.0
 """Pseudo-count of the prior in the calibration."""
-
-Ints = npt.NDArray[np.int64]
 
 
 @torch.inference_mode()

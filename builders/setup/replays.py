@@ -9,14 +9,13 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.builders.evaluation.contenders import answer_steps
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, SpeedPrediction
 from hdtool.builders.evaluation.timing import timed
 from hdtool.builders.evaluation.worker_pool import replay
-from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.budget.cost_curve import CostCurve, Floats
 from hdtool.runtime.config.decoding import NO_HISTORY, DecodeConfig
 from hdtool.runtime.config.draft_sources import HISTORY_LETTER, SOURCE_NAMES
 from hdtool.runtime.config.model import SamplingConfig
@@ -31,8 +30,6 @@ PREFILLS = 2
 """Number of prefills per length; the fastest prefill counts."""
 ANSWER_TOKENS = 24
 """Number of tokens of the plain answer from which the host time per step is measured."""
-
-Floats = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from hdtool.builders.stores.build_engine import BuildEngine
 from hdtool.builders.stores.edit_store import add, note_on_models
 from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.conversation_files import ConversationReader, LocatedConversation, canonical_file, canonical_line
-from hdtool.data.documents import Source
+from hdtool.data.documents import InputFile
 from hdtool.data.errors import ModelError, RecordError
 from hdtool.data.notes import tell
 from hdtool.data.progress import progress_bar
@@ -316,7 +316,7 @@ class Stages:
         return self._built(CORPUS, reading, reading.sources, build_corpus_index)
 
     def _built(
-        self, kind: str, reading: RecordReader, sources: Sequence[Source], build: Callable[..., Manifest]
+        self, kind: str, reading: RecordReader, sources: Sequence[InputFile], build: Callable[..., Manifest]
     ) -> Result:
         folder = self._stores.folders[kind]
         if manifest := self._stores.own_manifest(kind):  # a set-up was killed before it recorded the build

@@ -16,7 +16,7 @@ import torch
 
 from hdtool.builders.stores.build_engine import BuildEngine, ShardFiles
 from hdtool.builders.stores.sequences import CountedDocuments, DocumentFile, table_size
-from hdtool.data.documents import Document, Source, stored_documents, token_type
+from hdtool.data.documents import Document, InputFile, stored_documents, token_type
 from hdtool.data.errors import StoreError
 from hdtool.data.progress import progress_bar
 from hdtool.data.stores.kinds import CORPUS_KIND, MODEL_KIND
@@ -156,7 +156,7 @@ def build_corpus_index(
     folder: Path,
     documents: Iterable[Document],
     tokenizer: TokenizerFingerprint,
-    sources: Sequence[Source],
+    sources: Sequence[InputFile],
     *,
     shard_bytes: int = BuildConfig.shard_bytes,
     engine: BuildEngine | None = None,
@@ -207,7 +207,7 @@ def build_model_store(
     folder: Path,
     documents: Iterable[Document],
     tokenizer: TokenizerFingerprint,
-    sources: Sequence[Source],
+    sources: Sequence[InputFile],
     *,
     top_k: int = BuildConfig.top_k,
     per_key: int = BuildConfig.per_key,

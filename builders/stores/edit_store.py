@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from hdtool.builders.stores.build import BUILDS
 from hdtool.data import demo
-from hdtool.data.documents import Document, Source, Tokens, stored_documents, with_sources
+from hdtool.data.documents import Document, InputFile, Tokens, stored_documents, with_sources
 from hdtool.data.errors import ModelError, StoreError, did_you_mean
 from hdtool.data.progress import count_of
 from hdtool.data.stores.history_manifest import require_history
@@ -125,8 +125,8 @@ class StoreContents:
         return read_store(folder, lambda manifest: cls(folder, manifest, _texts(folder, manifest)))
 
     @property
-    def sources(self) -> list[Source]:
-        return [Source(share.name, share.sha256) for share in self.manifest.sources]
+    def sources(self) -> list[InputFile]:
+        return [InputFile(share.name, share.sha256) for share in self.manifest.sources]
 
     def documents(self) -> Iterator[Document]:
         return with_sources(self.texts(), [share.records for share in self.manifest.sources])
@@ -154,7 +154,7 @@ def merge(folders: Sequence[Path], out: Path, check: FolderCheck | None = None) 
     first = parts[0].manifest
     for part in parts[1:]:
         require_store(part.manifest, part.folder, first.kind, first.tokenizer)
-    sources: dict[str, Source] = {}
+    sources: dict[str, InputFile] = {}
     chosen: list[Iterator[Document]] = []
     for part in parts:
         places = {}
@@ -175,7 +175,7 @@ def merge(folders: Sequence[Path], out: Path, check: FolderCheck | None = None) 
 def add(
     folder: Path,
     documents: Iterable[Document],
-    sources: Sequence[Source],
+    sources: Sequence[InputFile],
     tokenizer: TokenizerFingerprint,
     kind: str | None = None,
     rankings: Ints | None = None,
@@ -251,7 +251,7 @@ def _rebuild(
     folder: Path,
     template: Manifest,
     documents: Iterable[Document],
-    sources: Sequence[Source],
+    sources: Sequence[InputFile],
     check: FolderCheck | None,
     rankings: Ints | None,
 ) -> Manifest:
@@ -284,7 +284,7 @@ class HistoryDocuments:
 
         Raises a ``StoreError`` if a store was built with another tokenizer, or if a history holds no conversations.
         """
-        self.sources: list[Source] = []
+        self.sources: list[InputFile] = []
         self.tokens = 0
         """Number of tokens of all documents."""
         self._parts: list[tuple[int, Callable[[], Iterator[Document]]]] = []
@@ -305,7 +305,7 @@ class HistoryDocuments:
             digest = hashlib.sha256(b"".join(conversation.hash for conversation in of_source)).hexdigest()
             self._parts.append((len(self.sources), partial(_answers, store, of_source)))
             self.tokens += sum(conversation.tokens for conversation in of_source)
-            self.sources.append(Source(f"{folder / name}", digest))
+            self.sources.append(InputFile(f"{folder / name}", digest))
 
     def _add_model_store(self, folder: Path, tokenizer: TokenizerFingerprint) -> None:
         contents = StoreContents.of(folder)

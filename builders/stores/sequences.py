@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.data.documents import Document, Source, Tokens, token_type
+from hdtool.data.documents import Document, InputFile, Tokens, token_type
 from hdtool.data.progress import progress_bar
 from hdtool.data.stores.manifest import InputShare
 from hdtool.data.texts_and_traces import RecordReader
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class DocumentFile:
     """Writes documents as tokens, each followed by an end token; empty documents are skipped."""
 
-    def __init__(self, path: Path, end: int, sources: Sequence[Source]) -> None:
+    def __init__(self, path: Path, end: int, sources: Sequence[InputFile]) -> None:
         self.width = token_type(end)
         self.size = 0
         """Number of tokens written, end tokens included."""

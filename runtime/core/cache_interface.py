@@ -11,7 +11,7 @@ NEVER_CONTINUED = -1
 """Version of a context that no prompt may continue."""
 
 
-class Slot(Protocol):
+class AnySlot(Protocol):
     """One sequence in a cache; its contents stay after its answer ends, until another sequence replaces them."""
 
     tokens: list[int]
@@ -48,14 +48,14 @@ class Slot(Protocol):
         ...
 
 
-class Cache(Protocol):
+class AnyCache(Protocol):
     """Slots for sequences that are decoded together; slots in use come first."""
 
     user: object
     """Decoding loop whose answers the cache holds; None if the cache is free."""
 
     @property
-    def slots(self) -> Sequence[Slot]: ...
+    def slots(self) -> Sequence[AnySlot]: ...
 
     @property
     def keeps_states(self) -> bool:
@@ -70,7 +70,7 @@ class Cache(Protocol):
         """Exchange two slots. If memory is short, ``second`` replaces ``first`` instead."""
         ...
 
-    def saved(self, slot: int) -> Slot:
+    def saved(self, slot: int) -> AnySlot:
         """Return a copy of a slot in newly allocated memory."""
         ...
 

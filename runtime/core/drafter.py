@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.data.conversation import Rankings
+from hdtool.data.conversation import RecordedRankings
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
@@ -181,8 +181,8 @@ class RankingRecorder(WrappedDrafter):
         self._logprobs: list[np.ndarray] = []
 
     @property
-    def rankings(self) -> Rankings:
-        return Rankings(np.concatenate(self._tokens), np.concatenate(self._logprobs))
+    def rankings(self) -> RecordedRankings:
+        return RecordedRankings(np.concatenate(self._tokens), np.concatenate(self._logprobs))
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._tokens.clear()

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from hdtool.runtime.core.cache_interface import Cache, Slot
+from hdtool.runtime.core.cache_interface import AnyCache, AnySlot
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import Rankable, argmax, for_topk, topk
@@ -84,7 +84,7 @@ class Verified:
     """Top tokens of each row, best first, and their logits; None if the pass did not compute them."""
     root: Array | None = None
     """The root's logits in float32 on the host; None if the pass did not copy them."""
-    slot: Slot | None = None
+    slot: AnySlot | None = None
     """Cache slot of the sequence; None if the engine does not set it."""
 
     def __len__(self) -> int:
@@ -166,7 +166,7 @@ class PassLog:
                 setattr(self, field.name, value)
 
 
-SomeCache = TypeVar("SomeCache", bound=Cache)
+SomeCache = TypeVar("SomeCache", bound=AnyCache)
 """The cache type of an engine, which reads and writes no other caches."""
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdtool.runtime.core.cache_interface import NEVER_CONTINUED, Cache, Slot
+from hdtool.runtime.core.cache_interface import NEVER_CONTINUED, AnyCache, AnySlot
 from hdtool.runtime.core.engine_interface import Engine, Verified
 from hdtool.runtime.core.tolerances import tolerance_of
 
@@ -20,7 +20,7 @@ MIN_CACHED_PREFIX = 16
 class CachedPrefix(NamedTuple):
     """A cached context, in a slot or in a copy of a slot, that shares a prefix with a prompt."""
 
-    slot: Slot
+    slot: AnySlot
     shared: int
     """Length of the common prefix."""
     start: int
@@ -35,7 +35,7 @@ class PrefixCache:
 
     def __init__(self, max_bytes: int = 0) -> None:
         self._max_bytes = max_bytes
-        self._saved: list[Slot] = []
+        self._saved: list[AnySlot] = []
         """Copies of slots, the most recently used one last."""
         self._uses = 0
 
@@ -44,7 +44,7 @@ class PrefixCache:
         """Total size of the copies in bytes."""
         return sum(slot.bytes for slot in self._saved)
 
-    def in_place(self, free: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
+    def in_place(self, free: Iterable[AnySlot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
         """Return the longest prefix of a prompt that a free slot holds and that can be continued there, or None.
 
         A short prefix is no reason to overwrite the rest of a context that is worth keeping.
@@ -55,7 +55,7 @@ class PrefixCache:
         loses_context = found.slot.valid > found.shared and is_worth_keeping(found.slot)
         return None if loses_context else found
 
-    def to_copy(self, held: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
+    def to_copy(self, held: Iterable[AnySlot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
         """Return the longest prefix of a prompt that a slot in use or a copy of a slot holds, or None.
 
         Copies from an earlier ``version`` of the model are dropped.
@@ -67,11 +67,11 @@ class PrefixCache:
             self._saved.append(found.slot)
         return found
 
-    def mark_used(self, slot: Slot) -> None:
+    def mark_used(self, slot: AnySlot) -> None:
         self._uses += 1
         slot.last_use = self._uses
 
-    def keep(self, cache: Cache, slot: int, idle: Sequence[int] = ()) -> None:
+    def keep(self, cache: AnyCache, slot: int, idle: Sequence[int] = ()) -> None:
         """Copy a slot before it is overwritten: to an empty one of the ``idle`` slots, or else to new memory.
 
         A context that is too large for that replaces the least recently used one in the idle slots.
@@ -86,7 +86,7 @@ class PrefixCache:
         if place is not None:
             cache.copy(slot, to=place)
 
-    def _save(self, cache: Cache, slot: int) -> bool:
+    def _save(self, cache: AnyCache, slot: int) -> bool:
         """Copy a slot and drop the owner's older copies that are prefixes of it; return False if it is too large."""
         if not self._max_bytes:
             return False
@@ -105,13 +105,13 @@ class PrefixCache:
         return True
 
 
-def is_worth_keeping(slot: Slot) -> bool:
+def is_worth_keeping(slot: AnySlot) -> bool:
     """Return True if a slot holds a context that may be continued and takes long enough to compute again."""
     return slot.valid >= MIN_CACHED_PREFIX and slot.version != NEVER_CONTINUED
 
 
 def _find_longest(
-    slots: Iterable[Slot], owner: str, version: int, prompt: Sequence[int], *, min_saved: int
+    slots: Iterable[AnySlot], owner: str, version: int, prompt: Sequence[int], *, min_saved: int
 ) -> CachedPrefix | None:
     """Return the cached prefix that saves the most prefill, or None if none saves at least ``min_saved`` tokens.
 
@@ -147,7 +147,7 @@ class PromptReader:
     """Prefills one prompt into a slot, after the prompt's longest cached prefix."""
 
     def __init__(
-        self, engine: Engine[Any], cache: Cache, first_free: int, prompt: Sequence[int], room: int, owner: str = ""
+        self, engine: Engine[Any], cache: AnyCache, first_free: int, prompt: Sequence[int], room: int, owner: str = ""
     ) -> None:
         """``room`` tokens may follow the prompt; slots from ``first_free`` on are not in use."""
         self._engine, self._cache, self._prompt = engine, cache, list(prompt)

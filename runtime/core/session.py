@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Generic
 
 from hdtool.data.errors import HdtoolError, ModelError
-from hdtool.runtime.core.cache_interface import Cache
+from hdtool.runtime.core.cache_interface import AnyCache
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.engine_interface import Engine, Verified, WaitForResults
 from hdtool.runtime.core.prefix_cache import PrefixCache, PromptReader, is_worth_keeping
@@ -40,7 +40,7 @@ class Session(Generic[Key]):
     def __init__(
         self,
         engine: Engine[Any],
-        cache: Cache,
+        cache: AnyCache,
         *,
         max_new_tokens: int = 0,
         stops: Container[int] = (),

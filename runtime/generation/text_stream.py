@@ -119,10 +119,10 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]
     return partial(text_of, tokenizer)
 
 
-Piece = tuple[str, SourceId]
+TextPiece = tuple[str, SourceId]
 
 
-def pieces_of(tokenizer: PreTrainedTokenizerBase, drafted: Iterable[tuple[int, SourceId]]) -> Iterator[Piece]:
+def pieces_of(tokenizer: PreTrainedTokenizerBase, drafted: Iterable[tuple[int, SourceId]]) -> Iterator[TextPiece]:
     """Yield the text that each token completes, with the source that drafted the token."""
     text = TextStream(tokenizer)
     for token, source in drafted:
@@ -155,9 +155,9 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     return BeforeStop(stops).add(text, is_last=True)
 
 
-def before_stop(pieces: Iterable[Piece], stops: Sequence[str]) -> Iterator[Piece]:
+def before_stop(pieces: Iterable[TextPiece], stops: Sequence[str]) -> Iterator[TextPiece]:
     """Yield the pieces of a text before the first stop string; all pieces are read, so that their steps are counted."""
-    text, held = BeforeStop(stops), list[Piece]()
+    text, held = BeforeStop(stops), list[TextPiece]()
     for piece in pieces:
         held.append(piece)
         ready, held = _split(held, len(text.add(piece[0])))
@@ -171,10 +171,10 @@ def partial_stop_length(text: str, stops: Sequence[str]) -> int:
     return max(lengths, default=0)
 
 
-def _split(pieces: Sequence[Piece], length: int) -> tuple[list[Piece], list[Piece]]:
+def _split(pieces: Sequence[TextPiece], length: int) -> tuple[list[TextPiece], list[TextPiece]]:
     """Split a list of pieces after ``length`` characters in total."""
-    ready: list[Piece] = []
-    rest: list[Piece] = []
+    ready: list[TextPiece] = []
+    rest: list[TextPiece] = []
     for text, source in pieces:
         if before := text[:length]:
             ready.append((before, source))

@@ -82,7 +82,7 @@ class CallLock:
 
 
 Generated = GenerateDecoderOnlyOutput | torch.LongTensor
-DrafterFactory = Callable[[Target], Drafter]
+MakeDrafter = Callable[[Target], Drafter]
 DraftersMaker = Callable[[Target, int], list[Drafter]]
 STREAMER_ERROR = (
     "hdtool cannot decode this call of generate: a streamer is given, but it shows one answer and the batch has more"
@@ -117,7 +117,7 @@ class Generator:
 
     def __init__(
         self,
-        drafter: Drafter | DrafterFactory | None = None,
+        drafter: Drafter | MakeDrafter | None = None,
         *,
         seed: int | None = None,
         prefix_caching: bool = True,
@@ -360,7 +360,7 @@ class _Recorder(Sampler):
         return token
 
 
-def _drafters_of(drafter: Drafter | DrafterFactory | None, target: Target, rows: int) -> list[Drafter]:
+def _drafters_of(drafter: Drafter | MakeDrafter | None, target: Target, rows: int) -> list[Drafter]:
     """Return one drafter per row; raise OptionError if a single drafter is given for several rows."""
     if drafter is None:
         return [NoDraft() for _ in range(rows)]

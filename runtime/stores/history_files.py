@@ -39,7 +39,7 @@ from hdtool.data.stores.history_manifest import (
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_file_names import HISTORY_FILES, MANIFEST, create_empty, leftovers, write_manifest
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.stores.history_records import Records, StoredConversation, StoreState
+from hdtool.runtime.stores.history_records import RecordFile, StoredConversation, StoreState
 from hdtool.runtime.stores.model_store import mix_hash
 from hdtool.runtime.stores.token_log import (
     CHAIN_KEY_TOKENS,
@@ -258,7 +258,7 @@ class OpenFiles(NamedTuple):
     manifest: HistoryManifest
     stamp: tuple[int, int]
     ring: HistoryRing
-    records: Records
+    records: RecordFile
 
 
 def positions_within(max_bytes: int) -> int:
@@ -331,7 +331,7 @@ def open_files(folder: Path, *, writable: bool = True) -> OpenFiles:
         try:
             with store_errors(folder):
                 ring = HistoryRing(folder, manifest, writable=writable)
-                records = Records.of(manifest.path(folder, "conversations"), positions_within(manifest.max_bytes))
+                records = RecordFile.of(manifest.path(folder, "conversations"), positions_within(manifest.max_bytes))
                 return OpenFiles(manifest, stamp, ring, records)
         except StoreError as error:
             if read_history_manifest(folder) == manifest:
@@ -388,7 +388,7 @@ def _write(
             moved = [each._replace(number=n, first=int(firsts[n])) for n, each in enumerate(kept)]
         path = manifest.path(folder, "conversations")
         create_empty(path)
-        Records.created(path, positions_within(manifest.max_bytes), StoreState(end, len(moved)), moved)
+        RecordFile.created(path, positions_within(manifest.max_bytes), StoreState(end, len(moved)), moved)
         for part in ("ring", "chains"):
             sync_to_disk(manifest.path(folder, part))
         write_manifest(folder, manifest.build, manifest.to_json())

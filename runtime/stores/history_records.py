@@ -44,7 +44,7 @@ DIGEST_BYTES = 8
 MAX_SOURCE_NAME = 200
 """Maximum length of a source's name in characters."""
 
-_opened: WeakValueDictionary[str, Records] = WeakValueDictionary()
+_opened: WeakValueDictionary[str, RecordFile] = WeakValueDictionary()
 """Open files by path, because a process may open an LMDB file only once."""
 _opening = threading.Lock()
 
@@ -74,7 +74,7 @@ class StoredConversation(NamedTuple):
         return value
 
 
-class Records:
+class RecordFile:
     """An open LMDB file with the metadata of conversations; it stays usable after a fork."""
 
     def __init__(self, path: Path, positions: int) -> None:
@@ -84,8 +84,8 @@ class Records:
         self._environment, self._process = self._open(), os.getpid()
 
     @classmethod
-    def of(cls, path: Path, positions: int) -> Records:
-        """Return the ``Records`` of a file, opening it if necessary; raise StoreError if it is missing or damaged."""
+    def of(cls, path: Path, positions: int) -> RecordFile:
+        """Return a file's ``RecordFile``, opening it if necessary; raise StoreError if it is missing or damaged."""
         name = os.path.realpath(path)
         with _opening:
             if (records := _opened.get(name)) is None:
@@ -99,8 +99,8 @@ class Records:
     @classmethod
     def created(
         cls, path: Path, positions: int, state: StoreState, conversations: Iterable[StoredConversation] = ()
-    ) -> Records:
-        """Write the conversations to a new file, sync the file to disk, and return its ``Records``."""
+    ) -> RecordFile:
+        """Write the conversations to a new file, sync the file to disk, and return its ``RecordFile``."""
         records = _opened[os.path.realpath(path)] = cls(path, positions)
         with records.writing() as transaction:
             put_state(transaction, state)

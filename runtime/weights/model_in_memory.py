@@ -19,7 +19,7 @@ from hdtool.runtime.weights.gguf_names import gguf_store
 from hdtool.runtime.weights.hub import cached_snapshot
 from hdtool.runtime.weights.quantized import quantized_store
 from hdtool.runtime.weights.safetensors_files import safetensors_store
-from hdtool.runtime.weights.weight_store import Row, WeightStore
+from hdtool.runtime.weights.weight_store import WeightRow, WeightStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,7 +75,7 @@ def _is_comparable(weight: Any) -> bool:
     return is_plain and weight.is_floating_point() and not weight.is_meta
 
 
-def _is_equal(weight: torch.Tensor, row: Row) -> bool:
+def _is_equal(weight: torch.Tensor, row: WeightRow) -> bool:
     if tuple(weight.shape) != row.shape:
         return True  # another library split or merged it
     rows = weight.detach().transpose(-1, -2) if row.transposed else weight.detach()

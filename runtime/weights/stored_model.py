@@ -109,7 +109,7 @@ def attention_error(error: ValueError, config: ModelConfig) -> Exception:
     return OptionError(f"{config.name} has no attention {config.attn_implementation}: leave out --attn-implementation")
 
 
-class Source(NamedTuple):
+class WeightSource(NamedTuple):
     """Where transformers' loader finds a model's weights."""
 
     arguments: dict[str, Any]
@@ -123,17 +123,17 @@ class Source(NamedTuple):
 
 
 @contextmanager
-def source_for_transformers(config: ModelConfig, settings: Any, quantized: Path | None) -> Iterator[Source]:
+def source_for_transformers(config: ModelConfig, settings: Any, quantized: Path | None) -> Iterator[WeightSource]:
     """Yield where transformers' loader finds a model's weights; ``quantized`` is as for ``stored_model``."""
     folder, file = _folder(config, quantized), gguf_file(config)
     if file is None and quantized is None:
-        yield Source({"pretrained_model_name_or_path": folder})
+        yield WeightSource({"pretrained_model_name_or_path": folder})
         return
     model = empty_model(settings)
     store = _store(config, settings, quantized, model, check=True)
     if store and (quantized or file is None or fits(store, model)):
         arguments = {"pretrained_model_name_or_path": None, "config": settings, "state_dict": on_request(store)}
-        yield Source(arguments, folder)
+        yield WeightSource(arguments, folder)
         return
     assert file
     note(
@@ -142,7 +142,7 @@ def source_for_transformers(config: ModelConfig, settings: Any, quantized: Path 
     )
     with TemporaryDirectory() as place, _bars_on_terminals():
         (Path(place) / file.name).symlink_to(file.resolve())  # alone, as transformers also reads neighboring files
-        yield Source(
+        yield WeightSource(
             {
                 "pretrained_model_name_or_path": place,
                 "gguf_file": file.name,

@@ -75,7 +75,7 @@ class StoredWeight:
         )
 
 
-class Row(NamedTuple):
+class WeightRow(NamedTuple):
     """A row of a weight, before its last two dimensions are swapped."""
 
     numbers: torch.Tensor
@@ -140,7 +140,7 @@ class WeightStore(Mapping[str, StoredWeight]):
         numbers = self.numbers(name)
         return numbers.float() if numbers.is_floating_point() else numbers
 
-    def middle_row(self, name: str) -> Row | None:
+    def middle_row(self, name: str) -> WeightRow | None:
         """Return a row in the middle of a weight; None if the weight isn't made of rows."""
         weight = self[name]
         if weight.make or not prod(weight.shape):
@@ -152,7 +152,7 @@ class WeightStore(Mapping[str, StoredWeight]):
                 size = piece.bytes // piece.rows
                 shape = piece.shape[-1:] if len(piece.shape) > 1 else (1,)
                 row = replace(piece, offset=piece.offset + place * size, bytes=size, shape=shape)
-                return Row(self._expanded(row), number, weight.shape, weight.transposed)
+                return WeightRow(self._expanded(row), number, weight.shape, weight.transposed)
             place -= piece.rows
         raise AssertionError
 

@@ -18,7 +18,7 @@ import numpy as np
 from hdtool.builders.stores.build import build_model_store
 from hdtool.builders.stores.build_engine import SEQUENCE_LENGTHS
 from hdtool.builders.stores.sequences import CountedDocuments, most_frequent_in_part, part_count
-from hdtool.data.documents import Document, Source, token_type
+from hdtool.data.documents import Document, InputFile, token_type
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -54,7 +54,7 @@ def main() -> None:
         for millions in options.millions:
             answers = list(synthetic(index, millions * 1_000_000))
             started = time.process_time()
-            made = build_model_store(Path(place) / "model", answers, mark, [Source("walk", "0")])
+            made = build_model_store(Path(place) / "model", answers, mark, [InputFile("walk", "0")])
             seconds, tokens = time.process_time() - started, made.counts["tokens"]
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
             table.row(f"{tokens / 1e6:.1f}", f"{seconds:.1f}", f"{peak:.2f}", f"{made.bytes / 1e6:.1f}")

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from hdtool.builders.stores.build import build_corpus_index
 from hdtool.builders.stores.build_engine import SORT_MEMORY_FACTOR, BuildEngine
 from hdtool.builders.stores.sequences import tokenized
-from hdtool.data.documents import Document, Source
+from hdtool.data.documents import Document, InputFile
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config.building import BuildConfig
@@ -129,7 +129,7 @@ def measure(corpus: Path, model: str | None, shards: list[int], place: Path) -> 
     heads = "sorting, s of a core", "bytes a token", "look-up p50, µs", "p99, µs", "pages a cold look-up"
     table = Table("shards", *heads)
     # Warm-up: compiles the kernels.
-    build_corpus_index(place / "first", documents[:50], mark, [Source("a", "")], engine=BuildEngine(1))
+    build_corpus_index(place / "first", documents[:50], mark, [InputFile("a", "")], engine=BuildEngine(1))
     times, pages, sort, size = {}, {}, 0.0, 0.0
     for wanted in shards:
         folder, width = place / str(wanted), 2 if mark.vocab_size < 2**16 else 4
@@ -152,7 +152,7 @@ def sorted_in(
 ) -> tuple[float, Any]:
     started = cpu_seconds()
     engine = BuildEngine(1)
-    made = build_corpus_index(folder, documents, mark, [Source("a", "")], shard_bytes=shard_bytes, engine=engine)
+    made = build_corpus_index(folder, documents, mark, [InputFile("a", "")], shard_bytes=shard_bytes, engine=engine)
     return cpu_seconds() - started, made
 
 

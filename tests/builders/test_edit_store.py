@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from hdtool.builders.stores import edit_store as rework
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
-from hdtool.data.documents import Document, Source
+from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import StoreError
 from hdtool.data.stores import store_file_names
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
@@ -30,7 +30,7 @@ texts = st.lists(
 
 def build(kind: str, folder: Path, sources: Texts, first: int = 0) -> Manifest:
     documents = [Document(ids, number) for number, source in enumerate(sources) for ids in source]
-    names = [Source(f"in/{number + first}.txt", f"hash {number + first}") for number in range(len(sources))]
+    names = [InputFile(f"in/{number + first}.txt", f"hash {number + first}") for number in range(len(sources))]
     return BUILDS[kind](folder, documents, MARK, names)
 
 
@@ -70,7 +70,7 @@ def test_adding_equals_building(kind: str, tmp_path: Path) -> None:
     whole = build(kind, tmp_path / "whole", sources)
     build(kind, tmp_path / "grown", sources[:1])
     new = [Document(ids, number) for number, source in enumerate(sources[1:]) for ids in source]
-    names = [Source("in/1.txt", "hash 1"), Source("in/2.txt", "hash 2")]
+    names = [InputFile("in/1.txt", "hash 1"), InputFile("in/2.txt", "hash 2")]
     assert parts(rework.add(tmp_path / "grown", new, names, MARK)) == parts(whole)
     with pytest.raises(StoreError, match=r"in/2.txt is in .* already, as in/2.txt"):
         rework.add(tmp_path / "grown", new, names[1:], MARK)
@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 def store_of(folder: Path, *sources: tuple[str, str]) -> Path:
     """A corpus index of sources with these names and hashes, a document each."""
     documents = [Document([number, 1, 2, 3, 4], number) for number in range(len(sources))]
-    build_corpus_index(folder, documents, MARK, [Source(name, sha256 * 64) for name, sha256 in sources])
+    build_corpus_index(folder, documents, MARK, [InputFile(name, sha256 * 64) for name, sha256 in sources])
     return folder
 
 
@@ -150,7 +150,7 @@ def test_a_store_that_is_replaced_before_the_lock_keeps_what_it_got(
 
     monkeypatch.setattr(rework.StoreContents, "of", of)
     commands: dict[str, Callable[[], object]] = {
-        "add": lambda: rework.add(tmp_path, [Document([7] * 5)], [Source("new", "n")], MARK),
+        "add": lambda: rework.add(tmp_path, [Document([7] * 5)], [InputFile("new", "n")], MARK),
         "drop": lambda: rework.drop(tmp_path, "0.txt"),
         "merge": lambda: rework.merge([tmp_path], tmp_path),
     }

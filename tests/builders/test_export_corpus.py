@@ -17,7 +17,7 @@ from hdtool.builders.stores.build_engine import BuildEngine
 from hdtool.builders.stores.edit_store import StoreContents
 from hdtool.cli.app import run
 from hdtool.data import demo
-from hdtool.data.documents import Document, Source
+from hdtool.data.documents import Document, InputFile
 from hdtool.data.progress import progress_bar
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config.decoding import StoresConfig
@@ -42,7 +42,7 @@ def ids(tokenizer: Any, text: str) -> list[int]:
 def index(folder: Path, tokenizer: Any, documents: list[list[int]]) -> Path:
     given = (Document(document) for document in documents)
     mark = TokenizerFingerprint.of(tokenizer)
-    build_corpus_index(folder, given, mark, [Source("some", "0")], engine=BuildEngine(1))
+    build_corpus_index(folder, given, mark, [InputFile("some", "0")], engine=BuildEngine(1))
     return folder
 
 
@@ -205,5 +205,5 @@ class TestRefusals:
     ) -> None:
         mark = TokenizerFingerprint("other", len(tokenizer))
         given = (Document([1, 2]) for _ in range(2))
-        build_corpus_index(tmp_path / "store", given, mark, [Source("some", "0")], engine=BuildEngine(1))
+        build_corpus_index(tmp_path / "store", given, mark, [InputFile("some", "0")], engine=BuildEngine(1))
         assert "another tokenizer" in self.fault(capfd, tmp_path / "c.jsonl", "--corpus-db", str(tmp_path / "store"))

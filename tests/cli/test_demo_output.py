@@ -15,9 +15,9 @@ from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.sequence import Stats, Step
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.generation.text_stream import Piece
+from hdtool.runtime.generation.text_stream import TextPiece
 
-PIECES: list[Piece] = [
+PIECES: list[TextPiece] = [
     (text, SourceId.CONTEXT if number % 3 else SourceId.NONE)
     for number, text in enumerate(re.findall(r"\s*\S+", "def one(two):\n\n    return " + "two plus one " * 60))
 ]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
-from hdtool.data.documents import Document, Source
+from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store_folder import damaged_files, read_manifest
@@ -27,7 +27,7 @@ VOCABULARY = 500
 def build(kind: str, folder: Path, documents: int) -> Manifest:
     rng = np.random.default_rng(0)
     given = (Document(rng.integers(0, VOCABULARY, 200)) for _ in range(documents))
-    return BUILDS[kind](folder, given, TokenizerFingerprint("test", VOCABULARY), [Source("made", "0")])
+    return BUILDS[kind](folder, given, TokenizerFingerprint("test", VOCABULARY), [InputFile("made", "0")])
 
 
 @contextmanager

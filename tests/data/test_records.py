@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from hdtool.data.documents import Source
+from hdtool.data.documents import InputFile
 from hdtool.data.errors import RecordError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.texts_and_traces import Record, RecordPart, RecordReader
@@ -106,7 +106,7 @@ def test_parquet_is_read_without_a_network(tmp_path: Path, name: str, monkeypatc
     assert len(list(records)) == 96
     assert reading.bytes_read == reading.total_bytes == path.stat().st_size
     assert reading.tally.messages == [f"{path}[2]: no conversation, answer or text in it (found: nothing)"]
-    assert reading.sources == [Source(str(path), hashlib.sha256(path.read_bytes()).hexdigest())]
+    assert reading.sources == [InputFile(str(path), hashlib.sha256(path.read_bytes()).hexdigest())]
 
 
 def test_the_files_and_addresses_that_parquet_names_are_not_opened(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_progress_and_hashes(tmp_path: Path) -> None:
     rows = [{"text": os.urandom(500).hex()} for _ in range(1000)]
     paths = [write(tmp_path, name, rows[0], *rows) for name in ("a.jsonl", "b.jsonl.gz")]
     paths += [write(tmp_path, "c.json", json.dumps(rows)), write(tmp_path, "d.jsonl", '"text"' + "\n" * 100_000)]
-    hashes = [Source(str(path), hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths]
+    hashes = [InputFile(str(path), hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths]
     reading = RecordReader(paths)
     assert reading.sources == hashes
     reading = RecordReader(paths)

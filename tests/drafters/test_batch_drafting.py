@@ -10,7 +10,7 @@ import torch
 
 from hdtool.builders.stores.build import build_corpus_index
 from hdtool.builders.stores.build_engine import BuildEngine
-from hdtool.data.documents import Document, Source
+from hdtool.data.documents import Document, InputFile
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.core.accept import Accepted
@@ -31,7 +31,7 @@ PROMPTS = [[1, 2, 3, 4, 1, 2], [5, 6, 5, 7, 5], [8, 9, 8, 9, 8], [4, 3, 2, 4, 3]
 def corpus(tmp_path: Path) -> CorpusIndex:
     mark = TokenizerFingerprint("test", 20)
     documents = [Document([1, 2, 9, 5, 7, 3, 8, 9, 6, 4, 3, 1])] * 3
-    build_corpus_index(tmp_path, documents, mark, [Source("test", "")], engine=BuildEngine(1))
+    build_corpus_index(tmp_path, documents, mark, [InputFile("test", "")], engine=BuildEngine(1))
     return CorpusIndex(tmp_path, mark)
 
 

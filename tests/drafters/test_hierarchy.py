@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from hdtool.builders.evaluation.recording import accept_recorded
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import BuildEngine
-from hdtool.data.documents import Document, Source
+from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
@@ -61,7 +61,7 @@ WEIGHTS = {
 
 
 def stores_of(folder: Path, documents: Documents, vocabulary: int, shard_bytes: int) -> tuple[ModelStore, CorpusIndex]:
-    mark, source = TokenizerFingerprint("test", vocabulary), [Source("test", "")]
+    mark, source = TokenizerFingerprint("test", vocabulary), [InputFile("test", "")]
     given = [Document(ids) for ids in documents]
     build_model_store(folder / "model", given, mark, source, top_k=40, per_key=3)
     build_corpus_index(folder / "corpus", given, mark, source, shard_bytes=shard_bytes, engine=BuildEngine(1))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hdtool.builders.stores.build import build_model_store
-from hdtool.data.documents import Document, Source
+from hdtool.data.documents import Document, InputFile
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.candidates import DISTANCE_CLASSES, distance_class
@@ -23,7 +23,7 @@ def store(tmp_path: Path) -> ModelStore:
     """After its last token, two tokens are equally frequent."""
     mark = TokenizerFingerprint("test", 20)
     documents = [Document([LAST, token, 11, 12, 13, 14]) for token in (NEW, OLD)] * 4
-    build_model_store(tmp_path, documents, mark, [Source("test", "")], top_k=9, per_key=9)
+    build_model_store(tmp_path, documents, mark, [InputFile("test", "")], top_k=9, per_key=9)
     return ModelStore(tmp_path, mark)
 
 

@@ -14,7 +14,7 @@ from hdtool.builders.evaluation.recording import RecordedLogits, RecordedTurn, T
 from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
 from hdtool.cli.app import run
 from hdtool.data import demo
-from hdtool.data.conversation import Rankings
+from hdtool.data.conversation import RecordedRankings
 from hdtool.data.row_readers import RowError
 from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.config.decoding import DecodeConfig
@@ -121,7 +121,7 @@ def test_a_run_goes_on_with_the_same_rankings_only(recording: Path, capfd: pytes
 
 
 def test_logits_of_a_step_have_what_was_recorded_and_nothing_else() -> None:
-    rankings = Rankings(
+    rankings = RecordedRankings(
         np.array([[1, 2], [3, 1], [2, 0]], np.int32), np.array([[-0.1, -3], [-0.5, -1], [-1, -2]], np.float32)
     )
     recorded = RecordedLogits([RecordedTurn("", "", 0, [1], [1, 3, 2], rankings=rankings)])
@@ -152,4 +152,4 @@ def test_logits_of_a_step_have_what_was_recorded_and_nothing_else() -> None:
 )
 def test_damaged_rankings_are_refused(value: Any) -> None:
     with pytest.raises(RowError, match="rankings"):
-        Rankings.of_json(value, 2)
+        RecordedRankings.of_json(value, 2)

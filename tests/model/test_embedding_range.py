@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
-from hdtool.data.documents import Document, Source
+from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import ModelError, PromptError
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
@@ -49,7 +49,7 @@ def store_set(tmp_path_factory: pytest.TempPathFactory) -> StoreSet:
     text = [*prompt, *said]
     spoilt = [piece for place in range(1, len(text)) for piece in (*text[max(0, place - 6) : place], PAD, PAD + 1)]
     documents = [Document(np.array(ids)) for ids in (spoilt, spoilt, text)]
-    folder, source = tmp_path_factory.mktemp("stores"), [Source("answers.jsonl", "ab" * 32)]
+    folder, source = tmp_path_factory.mktemp("stores"), [InputFile("answers.jsonl", "ab" * 32)]
     build_model_store(folder / "model", documents, TOKENIZER, source)
     build_corpus_index(folder / "corpus", documents, TOKENIZER, source)
     return StoreSet(ModelStore(folder / "model"), CorpusIndex(folder / "corpus"))

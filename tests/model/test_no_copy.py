@@ -18,7 +18,7 @@ from hdtool.runtime.config.measuring import VllmConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.drafters.hierarchy.rankings import Rankings
+from hdtool.runtime.drafters.hierarchy.rankings import LogitRecords
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History
@@ -29,7 +29,7 @@ from hdtool.runtime.target.load import load_tokenizer
 
 MAKERS: dict[str, Callable[[], object]] = {
     "Hierarchy": Hierarchy,
-    "Rankings": lambda: Rankings(recycled=True),
+    "LogitRecords": lambda: LogitRecords(recycled=True),
     "BatchDrafter": lambda: BatchDrafter(StoreSet(), VllmConfig(), rows=1, max_length=16),
     "CorpusIndex": lambda: CorpusIndex(demo.CORPUS_INDEX),
     "ModelStore": lambda: ModelStore(demo.MODEL_STORE),

@@ -24,7 +24,7 @@ from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.measuring import ServerConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.integrations.server.app import ApiKeys
-from hdtool.runtime.integrations.server.launch import Launch, _GracefulServer
+from hdtool.runtime.integrations.server.launch import ServerLaunch, _GracefulServer
 from hdtool.runtime.integrations.server.request_log import RequestLog
 from tests.support.server import RunningServer
 
@@ -39,7 +39,7 @@ from hdtool.data import demo
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.measuring import ServerConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.integrations.server.launch import Launch
+from hdtool.runtime.integrations.server.launch import ServerLaunch
 
 def found():
     return {f for f in gc.get_objects() if isinstance(f, CPUDispatcher)}
@@ -61,7 +61,7 @@ def client():
 
 stores = StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
 decoding = DecodeConfig(draft_tokens=int(sys.argv[1]) or None, batch_size=4)
-launch = Launch(ModelConfig(threads=1), decoding, SamplingConfig(), stores, ServerConfig(port=0))
+launch = ServerLaunch(ModelConfig(threads=1), decoding, SamplingConfig(), stores, ServerConfig(port=0))
 known = found()  # a server that runs has frozen them, which hides them
 before = {f: set(f.signatures) for f in known}
 threading.Thread(target=client).start()
@@ -202,7 +202,7 @@ def test_by_default_a_server_is_reached_from_this_machine_alone(monkeypatch: pyt
     assert ServerConfig().host == "127.0.0.1" and ServerConfig().port == 8000
 
     def warned(host: str) -> bool:
-        launch = Launch(ModelConfig(), decoding, SamplingConfig(), nowhere, ServerConfig(port=0, host=host))
+        launch = ServerLaunch(ModelConfig(), decoding, SamplingConfig(), nowhere, ServerConfig(port=0, host=host))
         found = launch.warning
         launch._socket.close()
         return found is not None

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from hdtool.builders.stores.build import build_corpus_index
 from hdtool.builders.stores.build_engine import BuildEngine, suffix_array
-from hdtool.data.documents import Document, Source
+from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_folder import damaged_files
@@ -207,7 +207,7 @@ def test_several_workers_sort_what_one_does(tmp_path: Path) -> None:
             tmp_path / str(workers),
             documents,
             mark,
-            [Source("a", "0")],
+            [InputFile("a", "0")],
             shard_bytes=600,
             engine=BuildEngine(workers),
         )
@@ -218,7 +218,7 @@ def test_several_workers_sort_what_one_does(tmp_path: Path) -> None:
 
 def test_an_empty_corpus_builds_nothing(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no text at all"):
-        build_corpus_index(tmp_path, [Document([])], TokenizerFingerprint("test", 9), [Source("a", "0")])
+        build_corpus_index(tmp_path, [Document([])], TokenizerFingerprint("test", 9), [InputFile("a", "0")])
     with pytest.raises(StoreError, match="holds no store"):
         CorpusIndex(tmp_path)
 

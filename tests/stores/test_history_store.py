@@ -29,7 +29,7 @@ from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import BuildEngine
 from hdtool.builders.stores.edit_store import HistoryDocuments, drop_conversations, history_folders
 from hdtool.cli.store_output import verify_conversations
-from hdtool.data.documents import Document, Source
+from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import StoreError
 from hdtool.data.stores import history_manifest
 from hdtool.data.stores.history_manifest import DEFAULT_SOURCE, HistoryManifest, read_history_manifest
@@ -273,7 +273,7 @@ def test_other_files_beside_a_store_stay(tmp_path: Path) -> None:
 def test_no_build_replaces_a_history(tmp_path: Path) -> None:
     opened(tmp_path / "history").append(list(range(9)), [])
     before = {path.name: path.read_bytes() for path in (tmp_path / "history").iterdir()}
-    source, documents = [Source("some", "0" * 64)], [Document(list(range(9)))]
+    source, documents = [InputFile("some", "0" * 64)], [Document(list(range(9)))]
     with pytest.raises(StoreError, match="holds a history store, which no build replaces: choose"):
         build_model_store(tmp_path / "history", documents, MARK, source)
     with pytest.raises(StoreError, match="holds a history store, which no build replaces: choose"):
@@ -818,14 +818,14 @@ def test_a_build_takes_conversations_as_documents(tmp_path: Path) -> None:
     assert history_folders([tmp_path / "history", "more.jsonl"]) == ([tmp_path / "history"], ["more.jsonl"])
     read = HistoryDocuments([tmp_path / "history"], MARK)
     others = iter([Document([4, 3, 2, 1, 0, 1], 0)])
-    sources = [*read.sources, Source("more.jsonl", "f" * 64)]
+    sources = [*read.sources, InputFile("more.jsonl", "f" * 64)]
     manifest = build_model_store(tmp_path / "model", read.with_others(others), MARK, sources)
     assert [(Path(share.name).name, share.records) for share in manifest.sources] == [
         ("agents", 20),
         ("chats", 20),
         ("more.jsonl", 1),
     ]
-    build_corpus_index(tmp_path / "index", [Document([1] * 9)], MARK, [Source("a", "0" * 64)], engine=BuildEngine(1))
+    build_corpus_index(tmp_path / "index", [Document([1] * 9)], MARK, [InputFile("a", "0" * 64)], engine=BuildEngine(1))
     edit_store.add(tmp_path / "index", iter(read), read.sources, MARK)
     assert read_manifest(tmp_path / "index").counts["documents"] == 41
     with pytest.raises(StoreError, match="answers in another tokenizer"):

@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 from hdtool.builders.stores import build_engine, sequences as counting
 from hdtool.builders.stores.build import MAX_DOUBLINGS, _hash_table, build_model_store
 from hdtool.builders.stores.sequences import table_size
-from hdtool.data.documents import Document, Source, token_type
+from hdtool.data.documents import Document, InputFile, token_type
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store_folder import damaged_files, file_checksum
@@ -169,7 +169,7 @@ def test_lookups_equal_counting(
 def test_the_documents_are_kept_with_their_sources(vocabulary: int, tmp_path: Path) -> None:
     top = vocabulary - 1
     documents = [Document([top] * 6), Document([]), Document([0, top], 2), Document(np.array([1, 2, 3, top]), 2)]
-    sources = [Source("a", "1"), Source("b", "2"), Source("c", "3")]
+    sources = [InputFile("a", "1"), InputFile("b", "2"), InputFile("c", "3")]
     manifest = build_model_store(tmp_path, documents, TokenizerFingerprint("test", vocabulary), sources)
     assert [(share.name, share.sha256, share.records, share.tokens) for share in manifest.sources] == [
         ("a", "1", 1, 6),
@@ -278,7 +278,7 @@ def test_answers_too_short_for_a_store_are_refused(documents: Documents, found: 
 def test_memory_does_not_grow_with_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counting, "MAX_TABLE_SLOTS", 1 << 12)
     monkeypatch.setattr(build_engine, "PARALLEL_LENGTHS", 1)  # which lengths meet in memory would be a matter of chance
-    mark, source = TokenizerFingerprint("test", 1000), Source("test", "")
+    mark, source = TokenizerFingerprint("test", 1000), InputFile("test", "")
 
     def documents(number: int) -> Iterator[Document]:
         rng = np.random.default_rng(0)

@@ -19,7 +19,7 @@ from hdtool.builders.stores import edit_store as rework
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import BuildEngine
 from hdtool.cli.inspect import inspect
-from hdtool.data.documents import Document, Source
+from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import StoreError
 from hdtool.data.stores import store_file_names, store_folder
 from hdtool.data.stores.kinds import BUILT_KINDS
@@ -53,7 +53,7 @@ WEB_APP = b'{"name": "A web app", "start_url": ".", "icons": []}'
 def build(kind: str, folder: Path, number: int = 0) -> Manifest:
     """A store of two sources; its documents begin with ``number``."""
     documents = [Document([number, *range(1 + source, 9 + source)], source) for source in (0, 0, 1)]
-    sources = [Source("in/first.txt", "a" * 64), Source(f"in/{number}.txt", f"{number:064x}")]
+    sources = [InputFile("in/first.txt", "a" * 64), InputFile(f"in/{number}.txt", f"{number:064x}")]
     if kind == "model":
         return build_model_store(folder, documents, MARK, sources)
     return build_corpus_index(folder, documents, MARK, sources, engine=BuildEngine(1))
@@ -101,7 +101,7 @@ def test_other_files_beside_a_store_stay(kind: str, tmp_path: Path) -> None:
     build(kind, tmp_path / "other", 2)
     commands: list[Callable[[], object]] = [
         lambda: build(kind, folder, 1),
-        lambda: rework.add(folder, [Document([7] * 9)], [Source("new.txt", "f" * 64)], MARK),
+        lambda: rework.add(folder, [Document([7] * 9)], [InputFile("new.txt", "f" * 64)], MARK),
         lambda: rework.drop(folder, "first.txt"),
         lambda: rework.merge([folder, tmp_path / "other"], folder),
     ]
@@ -220,12 +220,12 @@ def test_a_manifest_of_another_program_that_appears_during_a_build_stays(tmp_pat
         (tmp_path / MANIFEST).write_bytes(WEB_APP)
 
     with pytest.raises(StoreError, match="was written by another program meanwhile"):
-        build_corpus_index(tmp_path, documents(), MARK, [Source("a", "0")], engine=BuildEngine(1))
+        build_corpus_index(tmp_path, documents(), MARK, [InputFile("a", "0")], engine=BuildEngine(1))
     assert (tmp_path / MANIFEST).read_bytes() == WEB_APP
 
 
 def test_names_that_are_no_text_are_recorded_escaped(tmp_path: Path) -> None:
-    sources = [Source("in/\udcff.txt", "0"), Source("in/b.txt", "1")]
+    sources = [InputFile("in/\udcff.txt", "0"), InputFile("in/b.txt", "1")]
     documents = [Document([1, 2, 3], 0), Document([3, 2, 1], 1)]
     written = build_corpus_index(tmp_path, documents, MARK, sources, engine=BuildEngine(1))
     assert read_manifest(tmp_path) == written

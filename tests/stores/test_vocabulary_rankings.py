@@ -16,7 +16,7 @@ from hdtool.builders.stores.build import PROBABILITY_UNITS, build_model_store, v
 from hdtool.builders.stores.edit_store import StoreContents, add, merge
 from hdtool.cli.app import run as command
 from hdtool.data import demo
-from hdtool.data.documents import Document, Source
+from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store_file_names import MANIFEST
@@ -115,7 +115,7 @@ def test_a_store_of_rankings_alone_is_drafted_from(family: str, tmp_path: Path) 
 
 def test_answers_are_added_to_rankings_as_if_built_with_them(tmp_path: Path) -> None:
     rankings_alone(tmp_path / "grown", "llama")
-    mark, source = TokenizerFingerprint("test", VOCABULARY), Source("test", "")
+    mark, source = TokenizerFingerprint("test", VOCABULARY), InputFile("test", "")
     add(tmp_path / "grown", [Document(ids) for ids in DOCUMENTS], [source], mark)
     build(tmp_path / "whole", DOCUMENTS, VOCABULARY, rankings=rankings_of("llama"), model=OF_MODEL)
     rankings_alone(tmp_path / "alone", "llama")

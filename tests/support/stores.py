@@ -7,7 +7,7 @@ from typing import Any
 
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import BuildEngine
-from hdtool.data.documents import Document, Source
+from hdtool.data.documents import Document, InputFile
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 
@@ -16,7 +16,7 @@ Documents = list[list[int]]
 
 def index_of(folder: Path, documents: Documents, vocabulary: int, shard_bytes: int = 1 << 20) -> CorpusIndex:
     mark = TokenizerFingerprint("test", vocabulary)
-    sources = [Source("some", "0"), Source("more", "1")]
+    sources = [InputFile("some", "0"), InputFile("more", "1")]
     given = (Document(ids, number * 2 // len(documents)) for number, ids in enumerate(documents))
     build_corpus_index(folder, given, mark, sources, shard_bytes=shard_bytes, engine=BuildEngine(1))
     return CorpusIndex(folder, mark)
@@ -24,4 +24,4 @@ def index_of(folder: Path, documents: Documents, vocabulary: int, shard_bytes: i
 
 def build(folder: Path, documents: Documents, vocabulary: int, **options: Any) -> Manifest:
     mark = TokenizerFingerprint("test", vocabulary)
-    return build_model_store(folder, (Document(ids) for ids in documents), mark, [Source("test", "")], **options)
+    return build_model_store(folder, (Document(ids) for ids in documents), mark, [InputFile("test", "")], **options)

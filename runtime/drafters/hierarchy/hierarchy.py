@@ -39,8 +39,8 @@ from hdtool.runtime.drafters.hierarchy.matches import (
     PREDICTION_SOURCE,
     STORED_LOG,
 )
-from hdtool.runtime.drafters.hierarchy.rankings import LAST_SOURCE, RECYCLED_SOURCE, SINGLE_TOKEN_SOURCE, Rankings
-from hdtool.runtime.drafters.hierarchy.records import Records
+from hdtool.runtime.drafters.hierarchy.rankings import LAST_SOURCE, RECYCLED_SOURCE, SINGLE_TOKEN_SOURCE, LogitRecords
+from hdtool.runtime.drafters.hierarchy.records import RecordTable
 from hdtool.runtime.drafters.trained.sequential import TrainedDrafter
 from hdtool.runtime.kernels.compiled import HAS_CLOCK, Array, SharedTime, Uncopyable
 from hdtool.runtime.stores.corpus_index import CorpusIndex, no_shards, range_record
@@ -90,7 +90,7 @@ class Hierarchy(Drafter, Uncopyable):
         self._trained, self._plugins = trained, Plugins(plugins or {})
         self.context_table = ContextTable()
         self._prediction: TokenLog
-        self._rankings = Rankings(last=last, recycled=recycled, known=model.rankings if model else None)
+        self._rankings = LogitRecords(last=last, recycled=recycled, known=model.rankings if model else None)
         self._records = self._new_records(model, corpus, context, sources or {})
         self.address = self._records.address
         """Address of the drafter's array of addresses, for compiled code that grows several trees."""
@@ -112,7 +112,7 @@ class Hierarchy(Drafter, Uncopyable):
         corpus: CorpusIndex | None,
         context: bool,
         further: Mapping[CompiledSource, Array],
-    ) -> Records:
+    ) -> RecordTable:
         self._stores = model, corpus  # their arrays must outlive their addresses
         self._shards = corpus.shards if corpus else no_shards()
         ranges, self._range_bounds = range_record(self._shards)
@@ -133,7 +133,7 @@ class Hierarchy(Drafter, Uncopyable):
             SINGLE_TOKEN_SOURCE: (rankings.is_kept, rankings.recycled.record),
             LAST_SOURCE: (rankings.uses_last, rankings.last),
         }
-        return Records({**{source: (True, record) for source, record in further.items()}, **offered}, rankings.near)
+        return RecordTable({**{source: (True, record) for source, record in further.items()}, **offered}, rankings.near)
 
     def _fill_in(self, context: bool, vocabulary: int) -> None:
         self.work = work = self._records.work

@@ -64,7 +64,7 @@ RankedNodes = tuple[Array, Array, Array]
 """``(tails, depths, probs)``: last tokens, depth and probability of the root and each node that has a row of logits."""
 
 
-class Rankings(Uncopyable):
+class LogitRecords(Uncopyable):
     """Records of the sources that read the target's logits; each row is ranked only once for all of these sources."""
 
     def __init__(self, *, last: bool = False, recycled: bool = False, known: Array | None = None) -> None:

@@ -23,7 +23,7 @@ from hdtool.runtime.drafters.hierarchy.matches import PREDICTION_SOURCE
 from hdtool.runtime.kernels.compiled import Array, Uncopyable
 
 
-class Records(Uncopyable):
+class RecordTable(Uncopyable):
     """The workspace, the learned weights, the table of sources and the record of each source."""
 
     def __init__(self, offered: dict[CompiledSource, tuple[Any, Array]], near: Array) -> None:

@@ -42,8 +42,8 @@ from hdtool.runtime.integrations.server.openai_formats import (
     CompletionFormat,
     Delta,
     Format,
+    JsonDict,
     RequestError,
-    Row,
 )
 from hdtool.runtime.integrations.server.openai_requests import Body, ChatRequest, CompletionRequest, GenerationRequest
 from hdtool.runtime.integrations.server.page import chat_page, page_headers, status_of
@@ -407,12 +407,12 @@ async def _unless_disconnected(request: Request, answer: Callable[[], Awaitable[
         await asyncio.gather(answering, leaving, return_exceptions=True)
 
 
-def _event(row: Row) -> str:
+def _event(row: JsonDict) -> str:
     name = f"event: {row['type']}\n" if "type" in row else ""
     return f"{name}data: {_json(row)}\n\n"
 
 
-def _json(row: Row) -> str:
+def _json(row: JsonDict) -> str:
     """Return JSON text in which U+FFFD replaces lone surrogates, which models can write as JSON escapes."""
     text = json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

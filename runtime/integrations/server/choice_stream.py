@@ -19,8 +19,8 @@ from hdtool.runtime.integrations.server.openai_formats import (
     STOP,
     TOOL_CALLS,
     Delta,
+    JsonDict,
     RequestError,
-    Row,
     TokenLogprobs,
     usage_of,
 )
@@ -116,7 +116,7 @@ class ChoiceStream:
         return sum(prompts.values())
 
     @property
-    def usage(self) -> Row:
+    def usage(self) -> JsonDict:
         """Token counts of the request, as ``usage_of`` returns them."""
         is_predicted = any(choice.prompt.prediction for choice in self._choices)
         return usage_of(self.prompt_tokens, self.stats, is_predicted=is_predicted)

@@ -14,7 +14,7 @@ from hdtool.runtime.integrations.server.instructions import (
     join_changed,
     takes_instructions,
 )
-from hdtool.runtime.integrations.server.openai_formats import Row
+from hdtool.runtime.integrations.server.openai_formats import JsonDict
 from hdtool.runtime.integrations.server.tool_calls import CALL_CLOSING, CALL_OPENING
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class GenericTools:
         """Return None if the tokenizer's chat template presents tools, or if there is no template."""
         return None if presents_tools(tokenizer) or not has_chat_template(tokenizer) else cls(tokenizer)
 
-    def conversation(self, messages: Sequence[Row], tools: Sequence[Row]) -> list[Row]:
+    def conversation(self, messages: Sequence[JsonDict], tools: Sequence[JsonDict]) -> list[JsonDict]:
         """Return messages of the system, users and the assistant only; the first of them presents the tools.
 
         Results become a user's messages, joined with those next to them, for templates whose turns must alternate.
@@ -61,7 +61,7 @@ class GenericTools:
             turns.insert(int(messages[0]["role"] == SYSTEM), (prompt, True))
         return join_changed(turns)
 
-    def _turn(self, message: Row) -> tuple[Row, bool]:
+    def _turn(self, message: JsonDict) -> tuple[JsonDict, bool]:
         """Return a message that every template knows, and whether its role is another than before."""
         if message["role"] == SYSTEM and not self._takes_instructions:
             return {**message, "role": USER}, True
@@ -84,11 +84,11 @@ def presents_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
     return True
 
 
-def tool_prompt(tools: Sequence[Row]) -> str:
+def tool_prompt(tools: Sequence[JsonDict]) -> str:
     return TOOL_PROMPT.format(tools="\n".join(_json(tool["function"]) for tool in tools))
 
 
-def _marked(call: Row) -> str:
+def _marked(call: JsonDict) -> str:
     function = call["function"]
     return f"{CALL_OPENING}\n{_json({'name': function['name'], 'arguments': function['arguments']})}\n{CALL_CLOSING}"
 

@@ -35,7 +35,7 @@ LAST_SECONDS = 5
 """Seconds in which answers that have ended can still send their last events."""
 
 
-class Launch:
+class ServerLaunch:
     """A server that is ready to run; the address is bound first, to fail early if it is in use."""
 
     def __init__(

@@ -30,8 +30,8 @@ from hdtool.runtime.integrations.server.openai_formats import (
     TOOL_CALLS,
     Delta,
     Format,
+    JsonDict,
     RequestError,
-    Row,
 )
 from hdtool.runtime.integrations.server.openai_requests import MAX_STOPS, Body, ChatRequest
 
@@ -115,7 +115,7 @@ class ContextEdit(Strict, extra="forbid"):
 class ContextManagement(Strict, extra="forbid"):
     edits: list[ContextEdit] | None = None
 
-    def apply(self, messages: list[Row]) -> None:
+    def apply(self, messages: list[JsonDict]) -> None:
         """Remove thinking from ``messages`` in place; each edit sets how many of the last turns keep theirs."""
         thinking = [message for message in messages if "reasoning_content" in message]
         for edit in self.edits or ():
@@ -148,7 +148,7 @@ class TokenCountRequest(Body, extra="forbid"):
             )
         return ChatRequest.of(self._chat_fields())
 
-    def _chat_fields(self) -> Row:
+    def _chat_fields(self) -> JsonDict:
         output = self.output_config or OutputConfig()
         choice = self.tool_choice
         schema = {"name": "answer", "schema": output.format.schema_} if output.format else None
@@ -186,7 +186,7 @@ class MessagesRequest(TokenCountRequest):
     def shows_thinking(self) -> bool:
         return self.thinking is None or self.thinking.display != "omitted"
 
-    def _chat_fields(self) -> Row:
+    def _chat_fields(self) -> JsonDict:
         return super()._chat_fields() | {
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences,
@@ -197,7 +197,7 @@ class MessagesRequest(TokenCountRequest):
         }
 
 
-def _messages(system: str | list[Block] | None, messages: Sequence[Message]) -> Iterator[Row]:
+def _messages(system: str | list[Block] | None, messages: Sequence[Message]) -> Iterator[JsonDict]:
     if isinstance(system, list):
         system = [block for block in system if not (block.text or "").startswith(BILLING_PREFIX)]
     if system:
@@ -212,7 +212,7 @@ def _messages(system: str | list[Block] | None, messages: Sequence[Message]) -> 
             yield from _others(message.role, message.content, where)
 
 
-def _assistant(blocks: Sequence[Block], where: str) -> Row:
+def _assistant(blocks: Sequence[Block], where: str) -> JsonDict:
     texts, reasoning, calls = [], [], []
     for index, block in enumerate(blocks):
         if block.type == "thinking":
@@ -221,20 +221,20 @@ def _assistant(blocks: Sequence[Block], where: str) -> Row:
             calls.append(_call(block, f"{where}.{index}"))
         elif block.type != "redacted_thinking":
             texts.append(text_of_part(block, f"{where}.{index}"))
-    made: Row = {"role": "assistant", "content": "".join(texts)}
+    made: JsonDict = {"role": "assistant", "content": "".join(texts)}
     if reasoning:
         made["reasoning_content"] = "".join(reasoning)
     return made | ({"tool_calls": calls} if calls else {})
 
 
-def _call(block: Block, where: str) -> Row:
+def _call(block: Block, where: str) -> JsonDict:
     if not block.id or not block.name:
         raise RequestError(f"{where}: a call needs an id and a name", param=where)
     arguments = json.dumps(block.input or {}, ensure_ascii=False)
     return {"id": block.id, "function": {"name": block.name, "arguments": arguments}}
 
 
-def _others(role: str, blocks: Sequence[Block], where: str) -> Iterator[Row]:
+def _others(role: str, blocks: Sequence[Block], where: str) -> Iterator[JsonDict]:
     """Convert a user or system turn to messages: one per tool result, and one per group of adjacent text blocks."""
     texts: list[str] = []
     for index, block in enumerate(blocks):
@@ -251,7 +251,7 @@ def _others(role: str, blocks: Sequence[Block], where: str) -> Iterator[Row]:
         yield {"role": role, "content": PARAGRAPH.join(texts)}
 
 
-def _function(tool: Tool, index: int) -> Row:
+def _function(tool: Tool, index: int) -> JsonDict:
     if tool.type not in (None, "custom") or tool.input_schema is None:
         raise RequestError(
             f"tools.{index}: this server runs no tools, and {tool.name[:60]!r} "
@@ -282,28 +282,28 @@ class MessagesFormat(Format):
             "container": None,
         }
         self._sections = Sections()
-        self._end: Row = {"stop_reason": None, "stop_sequence": None}
+        self._end: JsonDict = {"stop_reason": None, "stop_sequence": None}
 
-    def whole(self, answers: Sequence[Delta], usage: Row) -> Row:
+    def whole(self, answers: Sequence[Delta], usage: JsonDict) -> JsonDict:
         (answer,) = answers
         content = [_block(section) for section in sections_of(self._shown(answer))]
         return {**self._made, "content": content, **_end(answer), "usage": _usage(usage)}
 
-    def opening(self, prompt_tokens: int) -> Iterable[Row]:
+    def opening(self, prompt_tokens: int) -> Iterable[JsonDict]:
         usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
         yield {"type": "message_start", "message": {**self._made, "content": [], **self._end, "usage": usage}}
 
-    def added(self, index: int, delta: Delta) -> Iterable[Row]:
+    def added(self, index: int, delta: Delta) -> Iterable[JsonDict]:
         if delta.finish:
             self._end = _end(delta)
         return [_event(event) for event in self._sections.add(self._shown(delta))]
 
-    def closing(self, usage: Row) -> Iterable[Row]:
+    def closing(self, usage: JsonDict) -> Iterable[JsonDict]:
         yield from map(_event, self._sections.close())
         yield {"type": "message_delta", "delta": self._end, "usage": _usage(usage)}
         yield {"type": "message_stop"}
 
-    def failed(self, error: RequestError) -> Row:
+    def failed(self, error: RequestError) -> JsonDict:
         return error_body(error)
 
     def _shown(self, delta: Delta) -> Delta:
@@ -315,19 +315,19 @@ def too_long(error: ContextError) -> str:
     return f"prompt is too long: {error.tokens} tokens > {error.limit} maximum: {error.advice}"
 
 
-def error_body(error: RequestError) -> Row:
+def error_body(error: RequestError) -> JsonDict:
     """Return the body of an error response."""
     kind = ERROR_TYPES.get(error.status, INVALID if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def _end(delta: Delta) -> Row:
+def _end(delta: Delta) -> JsonDict:
     if delta.finish == STOP and delta.stop_text:
         return {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_text}
     return {"stop_reason": STOP_REASONS.get(delta.finish or "", "end_turn"), "stop_sequence": None}
 
 
-def _usage(usage: Row) -> Row:
+def _usage(usage: JsonDict) -> JsonDict:
     """Convert the token counts to this API's fields; ``input_tokens`` excludes cached tokens."""
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
@@ -338,7 +338,7 @@ def _usage(usage: Row) -> Row:
     }
 
 
-def _block(section: Section, *, is_empty: bool = False) -> Row:
+def _block(section: Section, *, is_empty: bool = False) -> JsonDict:
     text = "" if is_empty else section.text
     if section.kind is SectionKind.REASONING:
         return {"type": "thinking", "thinking": text, "signature": ""}
@@ -358,7 +358,7 @@ def _arguments(text: str) -> Any:
     return value if isinstance(value, dict) else {"arguments": value}
 
 
-def _event(event: Event) -> Row:
+def _event(event: Event) -> JsonDict:
     index = event.section.index
     if event.change is Change.OPENED:
         return {"type": "content_block_start", "index": index, "content_block": _block(event.section, is_empty=True)}

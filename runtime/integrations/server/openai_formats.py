@@ -17,7 +17,7 @@ from hdtool.runtime.integrations.server.tool_calls import ToolCall
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Row = dict[str, Any]
+JsonDict = dict[str, Any]
 INVALID, AUTHENTICATION, OVERLOADED, SERVER = (
     "invalid_request_error",
     "authentication_error",
@@ -51,7 +51,7 @@ class RequestError(HdtoolError):
         return self.code or self.kind
 
     @property
-    def body(self) -> Row:
+    def body(self) -> JsonDict:
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
@@ -77,7 +77,7 @@ class Delta:
     """Stop string that ended the answer, else None."""
     steps: int = 0
     """Number of steps that ``drafted`` describes."""
-    drafted: list[Row] = field(default_factory=list)
+    drafted: list[JsonDict] = field(default_factory=list)
     """Source and completed text of each token; empty unless the request asks for sources."""
 
     def __bool__(self) -> bool:
@@ -100,19 +100,19 @@ class Format(Protocol):
     last_event: str | None = None
     """Data of a last event that is not JSON; None if the API has no such event."""
 
-    def whole(self, answers: Sequence[Delta], usage: Row) -> Row:
+    def whole(self, answers: Sequence[Delta], usage: JsonDict) -> JsonDict:
         """Return the body of a response that is not streamed."""
 
-    def opening(self, prompt_tokens: int) -> Iterable[Row]:
+    def opening(self, prompt_tokens: int) -> Iterable[JsonDict]:
         """Return the events to send before any generated text."""
 
-    def added(self, index: int, delta: Delta) -> Iterable[Row]:
+    def added(self, index: int, delta: Delta) -> Iterable[JsonDict]:
         """Return the events that add ``delta`` to the answer with this ``index``."""
 
-    def closing(self, usage: Row) -> Iterable[Row]:
+    def closing(self, usage: JsonDict) -> Iterable[JsonDict]:
         """Return the events to send once all answers are complete."""
 
-    def failed(self, error: RequestError) -> Row:
+    def failed(self, error: RequestError) -> JsonDict:
         """Return the event for an error that ends a stream."""
         return error.body
 
@@ -128,35 +128,35 @@ class ChoicesFormat(Format):
         """If ``with_usage`` is True, the last event before ``[DONE]`` reports the token counts."""
         self._tokenizer, self._with_usage = tokenizer, with_usage
         made = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-        self._made: Row = made | {"object": object_name}
-        self._chunk_fields: Row = self._made
+        self._made: JsonDict = made | {"object": object_name}
+        self._chunk_fields: JsonDict = self._made
 
-    def whole(self, answers: Sequence[Delta], usage: Row) -> Row:
+    def whole(self, answers: Sequence[Delta], usage: JsonDict) -> JsonDict:
         choices = [self._whole_choice(index, answer) for index, answer in enumerate(answers)]
         return {**self._made, "choices": choices, "usage": usage}
 
-    def added(self, index: int, delta: Delta) -> Iterable[Row]:
+    def added(self, index: int, delta: Delta) -> Iterable[JsonDict]:
         return [self._chunk(self._added_choice(index, delta))]
 
-    def closing(self, usage: Row) -> Iterable[Row]:
+    def closing(self, usage: JsonDict) -> Iterable[JsonDict]:
         return [{**self._chunk(), "usage": usage}] if self._with_usage else []
 
-    def _chunk(self, *choices: Row) -> Row:
+    def _chunk(self, *choices: JsonDict) -> JsonDict:
         return {**self._chunk_fields, "choices": list(choices)}
 
-    def _choice(self, index: int, answer: Delta, content: Row) -> Row:
+    def _choice(self, index: int, answer: Delta, content: JsonDict) -> JsonDict:
         logprobs = self._logprobs(index, answer.logprobs) if answer.logprobs else None
         extension = {"hdtool": {"steps": answer.steps, "tokens": answer.drafted}} if answer.drafted else {}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": answer.finish, **extension}
 
     @abstractmethod
-    def _whole_choice(self, index: int, answer: Delta) -> Row: ...
+    def _whole_choice(self, index: int, answer: Delta) -> JsonDict: ...
 
     @abstractmethod
-    def _added_choice(self, index: int, delta: Delta) -> Row: ...
+    def _added_choice(self, index: int, delta: Delta) -> JsonDict: ...
 
     @abstractmethod
-    def _logprobs(self, index: int, tokens: Sequence[TokenLogprobs]) -> Row: ...
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprobs]) -> JsonDict: ...
 
 
 class ChatFormat(ChoicesFormat):
@@ -167,18 +167,18 @@ class ChatFormat(ChoicesFormat):
         self._chunk_fields = self._made | {"object": "chat.completion.chunk"}
         self._num_calls = [0] * choices
 
-    def opening(self, prompt_tokens: int) -> Iterable[Row]:
+    def opening(self, prompt_tokens: int) -> Iterable[JsonDict]:
         first = {"delta": {"role": "assistant", "content": ""}}
         return [self._chunk(self._choice(index, Delta(), first)) for index in range(len(self._num_calls))]
 
-    def _whole_choice(self, index: int, answer: Delta) -> Row:
-        message: Row = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
+    def _whole_choice(self, index: int, answer: Delta) -> JsonDict:
+        message: JsonDict = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
         message |= {"reasoning_content": answer.reasoning} if answer.reasoning else {}
         message |= {"tool_calls": list(map(_call, answer.calls))} if answer.calls else {}
         return self._choice(index, answer, {"message": message})
 
-    def _added_choice(self, index: int, delta: Delta) -> Row:
-        added: Row = {"content": delta.text} if delta.text else {}
+    def _added_choice(self, index: int, delta: Delta) -> JsonDict:
+        added: JsonDict = {"content": delta.text} if delta.text else {}
         added |= {"reasoning_content": delta.reasoning} if delta.reasoning else {}
         if delta.calls:
             added["tool_calls"] = [
@@ -187,7 +187,7 @@ class ChatFormat(ChoicesFormat):
             self._num_calls[index] += len(delta.calls)
         return self._choice(index, delta, {"delta": added})
 
-    def _logprobs(self, index: int, tokens: Sequence[TokenLogprobs]) -> Row:
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprobs]) -> JsonDict:
         return {"content": logprob_rows(self._tokenizer, tokens)}
 
 
@@ -202,18 +202,18 @@ class CompletionFormat(ChoicesFormat):
         self._echoes = echoes
         self._offsets = [0] * len(echoes)
 
-    def opening(self, prompt_tokens: int) -> Iterable[Row]:
+    def opening(self, prompt_tokens: int) -> Iterable[JsonDict]:
         return [
             self._chunk(self._choice(index, Delta(), {"text": echo})) for index, echo in enumerate(self._echoes) if echo
         ]
 
-    def _whole_choice(self, index: int, answer: Delta) -> Row:
+    def _whole_choice(self, index: int, answer: Delta) -> JsonDict:
         return self._choice(index, answer, {"text": self._echoes[index] + answer.text})
 
-    def _added_choice(self, index: int, delta: Delta) -> Row:
+    def _added_choice(self, index: int, delta: Delta) -> JsonDict:
         return self._choice(index, delta, {"text": delta.text})
 
-    def _logprobs(self, index: int, tokens: Sequence[TokenLogprobs]) -> Row:
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprobs]) -> JsonDict:
         texts = [token_text(self._tokenizer, entry.token) for entry in tokens]
         offsets = []
         for text in texts:
@@ -230,7 +230,7 @@ class CompletionFormat(ChoicesFormat):
         }
 
 
-def usage_of(prompt_tokens: int, stats: Stats, *, is_predicted: bool = True) -> Row:
+def usage_of(prompt_tokens: int, stats: Stats, *, is_predicted: bool = True) -> JsonDict:
     """Return a request's token counts in the form of OpenAI's ``usage`` object.
 
     Prediction tokens are only counted if the request had a prediction (``is_predicted``).
@@ -247,10 +247,10 @@ def usage_of(prompt_tokens: int, stats: Stats, *, is_predicted: bool = True) -> 
     }
 
 
-def logprob_rows(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[TokenLogprobs]) -> list[Row]:
+def logprob_rows(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[TokenLogprobs]) -> list[JsonDict]:
     """Return log-probabilities in the form that chat completions use."""
 
-    def row(token: int, logprob: float) -> Row:
+    def row(token: int, logprob: float) -> JsonDict:
         return {
             "token": token_text(tokenizer, token),
             "logprob": _finite(logprob),
@@ -263,7 +263,7 @@ def logprob_rows(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[TokenLogpr
     ]
 
 
-def _call(call: ToolCall) -> Row:
+def _call(call: ToolCall) -> JsonDict:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path, PurePath
 
 from hdtool.runtime.config.draft_sources import registered
-from hdtool.runtime.integrations.server.openai_formats import Row
+from hdtool.runtime.integrations.server.openai_formats import JsonDict
 from hdtool.runtime.integrations.server.scheduler import Scheduler
 from hdtool.runtime.stores.store_set import StoreSet
 
@@ -54,7 +54,7 @@ def _hash_of(element: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-def status_of(scheduler: Scheduler, tenant: str, max_cache_bytes: int, *, shows_inputs: bool) -> Row:
+def status_of(scheduler: Scheduler, tenant: str, max_cache_bytes: int, *, shows_inputs: bool) -> JsonDict:
     """Return the answers in progress, the size of the caches, the tenant's stores, and the sources' colors.
 
     With ``shows_inputs``, a store names the files from which it was built.
@@ -68,7 +68,7 @@ def status_of(scheduler: Scheduler, tenant: str, max_cache_bytes: int, *, shows_
     }
 
 
-def _stores(store_set: StoreSet, *, shows_inputs: bool) -> Iterator[Row]:
+def _stores(store_set: StoreSet, *, shows_inputs: bool) -> Iterator[JsonDict]:
     for store in (store_set.model, store_set.corpus):
         if store:
             manifest = store.manifest

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hdtool.runtime.integrations.server.openai_formats import RequestError, Row
+from hdtool.runtime.integrations.server.openai_formats import JsonDict, RequestError
 
 FUNCTION, CUSTOM, NAMESPACE = "function", "custom", "namespace"
 BUILT_IN_TOOLS = ("web_search", "web_search_preview", "image_generation")
@@ -25,18 +25,18 @@ class ResponseTool:
     type: str
     name: str
     namespace: str | None
-    function: Row
+    function: JsonDict
     """Description of the function for the chat template."""
 
 
 class ResponseTools:
     """The tools of one request to the Responses API, converted to functions."""
 
-    def __init__(self, tools: Sequence[Row] | None) -> None:
+    def __init__(self, tools: Sequence[JsonDict] | None) -> None:
         """Raise RequestError for a tool that the model cannot call, or if there are only built-in tools."""
         given = list(tools or ())
         left_out = [tool for tool in given if tool.get("type") in BUILT_IN_TOOLS]
-        self.presented: list[Row] = [tool for tool in given if tool not in left_out]
+        self.presented: list[JsonDict] = [tool for tool in given if tool not in left_out]
         """Tools as in the request, without the built-in ones."""
         if left_out and not self.presented:
             raise _not_run(left_out[0], f"tools.{given.index(left_out[0])}")
@@ -47,7 +47,7 @@ class ResponseTools:
                     self._by_name[response_tool.function["name"]] = response_tool
 
     @property
-    def functions(self) -> list[Row] | None:
+    def functions(self) -> list[JsonDict] | None:
         return [{"type": FUNCTION, "function": tool.function} for tool in self._by_name.values()] or None
 
     def choice(self, choice: Any) -> Any:
@@ -59,7 +59,7 @@ class ResponseTools:
     def is_custom(self, function: str) -> bool:
         return function in self._by_name and self._by_name[function].type == CUSTOM
 
-    def called(self, function: str, arguments: str) -> Row:
+    def called(self, function: str, arguments: str) -> JsonDict:
         """Return the fields of a call's output item that depend on the type and namespace of the tool."""
         tool = self._by_name.get(function)
         name = {"name": tool.name if tool else function}
@@ -90,7 +90,7 @@ def input_of(arguments: str) -> str:
     return text if isinstance(text, str) else arguments
 
 
-def _tools_of(tool: Row, where: str, namespace: Row | None = None) -> Iterator[ResponseTool]:
+def _tools_of(tool: JsonDict, where: str, namespace: JsonDict | None = None) -> Iterator[ResponseTool]:
     kind, name = tool.get("type"), tool.get("name")
     if kind in (FUNCTION, CUSTOM, NAMESPACE) and not isinstance(name, str):
         raise RequestError(
@@ -129,7 +129,7 @@ def _form(form: Any) -> str | None:
     return f"The input matches this {form.get('syntax', '')} grammar:\n{form.get('definition', '')}"
 
 
-def _not_run(tool: Row, where: str) -> RequestError:
+def _not_run(tool: JsonDict, where: str) -> RequestError:
     return RequestError(
         f"{where}: this server runs no tools, and this one is of type {str(tool.get('type'))[:40]!r}: send functions "
         "with a name and parameters, or custom tools",

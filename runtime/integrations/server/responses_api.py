@@ -34,8 +34,8 @@ from hdtool.runtime.integrations.server.openai_formats import (
     LENGTH,
     Delta,
     Format,
+    JsonDict,
     RequestError,
-    Row,
     TokenLogprobs,
     logprob_rows,
 )
@@ -144,7 +144,7 @@ class TokenCountRequest(Body, extra="forbid"):
                     param=name,
                 )
 
-    def _chat_fields(self) -> Row:
+    def _chat_fields(self) -> JsonDict:
         return {
             "messages": _messages(self.instructions, self.input),
             "tools": self.offered.functions,
@@ -178,7 +178,7 @@ class ResponsesRequest(TokenCountRequest):
     prompt_cache_retention: str | None = None
     client_metadata: dict[str, Any] | None = None
 
-    def _chat_fields(self) -> Row:
+    def _chat_fields(self) -> JsonDict:
         return super()._chat_fields() | {
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
@@ -189,7 +189,7 @@ class ResponsesRequest(TokenCountRequest):
         }
 
     @property
-    def echoed(self) -> Row:
+    def echoed(self) -> JsonDict:
         """Request settings that the response repeats."""
         reasoning = self.reasoning or Reasoning()
         form = self.text.format.model_dump(by_alias=True, exclude_none=True) if self.text and self.text.format else None
@@ -215,13 +215,13 @@ class ResponsesRequest(TokenCountRequest):
         }
 
 
-def _messages(instructions: str | None, given: str | list[Item]) -> list[Row]:
+def _messages(instructions: str | None, given: str | list[Item]) -> list[JsonDict]:
     """Convert the input to chat messages.
 
     Leading system messages are joined, and so are the assistant's reasoning, text and calls if they follow one another
     in this order.
     """
-    made: list[Row] = [{"role": "system", "content": instructions}] if instructions else []
+    made: list[JsonDict] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*made, {"role": "user", "content": given}]
     for index, item in enumerate(given):
@@ -248,7 +248,7 @@ def _messages(instructions: str | None, given: str | list[Item]) -> list[Row]:
     return made
 
 
-def _add_message(made: list[Row], role: str, text: str) -> None:
+def _add_message(made: list[JsonDict], role: str, text: str) -> None:
     last = made[-1] if made else {}
     if role == "system" and all(message["role"] == "system" for message in made) and made:
         last["content"] += PARAGRAPH + text
@@ -258,7 +258,7 @@ def _add_message(made: list[Row], role: str, text: str) -> None:
         made.append({"role": role, "content": text})
 
 
-def _add_call(made: list[Row], call: Row) -> None:
+def _add_call(made: list[JsonDict], call: JsonDict) -> None:
     if not made or made[-1]["role"] != "assistant":
         made.append({"role": "assistant", "content": ""})
     made[-1].setdefault("tool_calls", []).append(call)
@@ -277,7 +277,7 @@ def _unknown(item: Item, where: str) -> RequestError:
     )
 
 
-def _response_format(form: TextFormat | None) -> Row | None:
+def _response_format(form: TextFormat | None) -> JsonDict | None:
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
@@ -291,40 +291,40 @@ class ResponsesFormat(Format):
     def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, body: ResponsesRequest) -> None:
         self._tokenizer, self._tools = tokenizer, body.offered
         made = {"id": _id("resp"), "object": "response", "created_at": int(time.time()), "model": model}
-        self._made: Row = made | body.echoed
+        self._made: JsonDict = made | body.echoed
         self._sections = Sections()
-        self._ids: dict[Section, Row] = {}
+        self._ids: dict[Section, JsonDict] = {}
         self._finish: str | None = None
         self._sent = 0
 
-    def whole(self, answers: Sequence[Delta], usage: Row) -> Row:
+    def whole(self, answers: Sequence[Delta], usage: JsonDict) -> JsonDict:
         (answer,) = answers
         self._finish = answer.finish
         return self._response(self._status, [self._item(section) for section in sections_of(answer)], usage)
 
-    def opening(self, prompt_tokens: int) -> Iterable[Row]:
+    def opening(self, prompt_tokens: int) -> Iterable[JsonDict]:
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._response(IN_PROGRESS, [], None))
 
-    def added(self, index: int, delta: Delta) -> Iterable[Row]:
+    def added(self, index: int, delta: Delta) -> Iterable[JsonDict]:
         self._finish = delta.finish or self._finish
         for event in self._sections.add(delta):
             yield from self._events(event)
 
-    def closing(self, usage: Row) -> Iterable[Row]:
+    def closing(self, usage: JsonDict) -> Iterable[JsonDict]:
         for event in self._sections.close():
             yield from self._events(event)
         response = self._response(self._status, [self._item(section) for section in self._sections.all], usage)
         yield self._event(f"response.{self._status}", response=response)
 
-    def failed(self, error: RequestError) -> Row:
+    def failed(self, error: RequestError) -> JsonDict:
         return self._event("error", code=error.name, message=str(error), param=error.param)
 
     @property
     def _status(self) -> str:
         return INCOMPLETE if self._finish == LENGTH else COMPLETED
 
-    def _response(self, status: str, output: Sequence[Row], usage: Row | None) -> Row:
+    def _response(self, status: str, output: Sequence[JsonDict], usage: JsonDict | None) -> JsonDict:
         return {
             **self._made,
             "status": status,
@@ -335,7 +335,7 @@ class ResponsesFormat(Format):
             "usage": usage and self._usage(usage, output),
         }
 
-    def _usage(self, usage: Row, output: Sequence[Row]) -> Row:
+    def _usage(self, usage: JsonDict, output: Sequence[JsonDict]) -> JsonDict:
         thought = "".join(item["content"][0]["text"] for item in output if item["type"] == "reasoning")
         return {
             "input_tokens": usage["prompt_tokens"],
@@ -345,7 +345,7 @@ class ResponsesFormat(Format):
             "total_tokens": usage["total_tokens"],
         }
 
-    def _events(self, event: Event) -> Iterator[Row]:
+    def _events(self, event: Event) -> Iterator[JsonDict]:
         section, is_call = event.section, event.section.kind is SectionKind.CALL
         item_at = {"output_index": section.index}
         at = {"item_id": self._identity(section)["id"], **item_at} | ({} if is_call else {"content_index": 0})
@@ -360,7 +360,7 @@ class ResponsesFormat(Format):
             (event.text, event.logprobs) if event.change is Change.ADDED else (section.text, section.logprobs)
         )
         text = input_of(text) if is_custom else text
-        more: Row = {"logprobs": self._logprobs(logprobs)} if section.kind is SectionKind.TEXT else {}
+        more: JsonDict = {"logprobs": self._logprobs(logprobs)} if section.kind is SectionKind.TEXT else {}
         if event.change is Change.ADDED:
             yield self._event(f"response.{name}.delta", **at, delta=text, **more)
             return
@@ -370,7 +370,7 @@ class ResponsesFormat(Format):
             yield self._event("response.content_part.done", **at, part=self._part(section))
         yield self._event("response.output_item.done", **item_at, item=self._item(section))
 
-    def _item(self, section: Section, status: str = COMPLETED) -> Row:
+    def _item(self, section: Section, status: str = COMPLETED) -> JsonDict:
         made = {**self._identity(section), "status": status}
         if section.kind is SectionKind.CALL:
             return {**made, **self._tools.called(section.name, section.text)}
@@ -379,22 +379,22 @@ class ResponsesFormat(Format):
             return {**made, "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
         return {**made, "type": "message", "role": "assistant", "content": content}
 
-    def _part(self, section: Section) -> Row:
+    def _part(self, section: Section) -> JsonDict:
         if section.kind is SectionKind.REASONING:
             return {"type": "reasoning_text", "text": section.text}
         logprobs = self._logprobs(section.logprobs)
         return {"type": "output_text", "text": section.text, "annotations": [], "logprobs": logprobs}
 
-    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> list[Row]:
+    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> list[JsonDict]:
         return logprob_rows(self._tokenizer, tokens)
 
-    def _identity(self, section: Section) -> Row:
+    def _identity(self, section: Section) -> JsonDict:
         if section not in self._ids:
             call = {"call_id": _id("call")} if section.kind is SectionKind.CALL else {}
             self._ids[section] = {"id": _id(PREFIXES[section.kind]), **call}
         return self._ids[section]
 
-    def _event(self, kind: str, **fields: Any) -> Row:
+    def _event(self, kind: str, **fields: Any) -> JsonDict:
         self._sent += 1
         return {"type": kind, "sequence_number": self._sent - 1, **fields}
 
