@@ -125,8 +125,8 @@ class CostCurve:
     ) -> Floats:
         """Return the seconds each pass takes; pass ``i`` covers ``nodes[i]`` nodes after ``contexts[i]`` tokens."""
         times = np.array(self.milliseconds) / 1e3
-        at_each = np.stack([over_nodes(np.asarray(nodes), self.nodes, row) for row in times])
-        return _over_contexts(np.asarray(contexts), self.contexts, at_each)
+        at_each = np.stack([interpolated(np.asarray(nodes), self.nodes, row[:, None]) for row in times])
+        return interpolated(np.asarray(contexts), self.contexts, at_each)
 
     def seconds_by_size(self, max_nodes: int, context: int) -> Floats:
         """Return the durations in seconds of passes over 0, 1, 2 … ``max_nodes`` nodes after ``context`` tokens."""
@@ -147,22 +147,16 @@ def _checked_int(value: Any) -> int:
     return value
 
 
-def over_nodes(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
-    """Interpolate ``times`` at node counts ``at``; extrapolated times are never below the last measured one."""
-    rise = max(0.0, float(times[-1] - times[-2]) / (measured[-1] - measured[-2]))
-    interpolated: Floats = np.interp(at, measured, times) + rise * np.maximum(0, at - measured[-1])
-    return interpolated
+def interpolated(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
+    """Return the time at each place ``at[i]``, given ``times[:, i]`` at the ``measured`` places.
 
-
-def _over_contexts(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
-    """Interpolate ``times[:, i]`` at context ``at[i]`` for each pass ``i``; extrapolate as ``over_nodes`` does."""
+    Extrapolated times are never below the last measured one. ``times`` may have a single column for all places.
+    """
+    places, times = np.array(measured), np.broadcast_to(times, (len(measured), len(at)))
     if len(measured) == 1:
-        only: Floats = times[0]
-        return only
-    upper = np.clip(np.searchsorted(measured, at), 1, len(measured) - 1)
-    low, high = np.array(measured)[upper - 1], np.array(measured)[upper]
-    column = np.arange(len(at))
-    lower_times, upper_times = times[upper - 1, column], times[upper, column]
-    between = lower_times + np.maximum(0, at - low) / (high - low) * (upper_times - lower_times)
-    interpolated: Floats = np.where(at > high, np.maximum(between, upper_times), between)
-    return interpolated
+        return np.array(times[0])
+    upper, column = np.clip(np.searchsorted(measured, at), 1, len(measured) - 1), np.arange(len(at))
+    low, high = places[upper - 1], places[upper]
+    share, last = np.maximum(0, at - low) / (high - low), times[upper, column]
+    between = (1 - share) * times[upper - 1, column] + share * last
+    return np.array(np.where(share > 1, np.maximum(between, last), between))

@@ -1,57 +1,17 @@
-"""Decide whether drafting pays: drafts must add more tokens than steps yield in the time that the drafts take.
-
-``Pause`` decides from estimates of each draft; ``Gate`` from measured steps with and without a trained drafter.
-"""
+"""Decide whether a trained drafter pays, from measured steps with and without it."""
 
 from __future__ import annotations
 
-from math import isnan, nan
 from typing import TYPE_CHECKING
+
+from hdtool.runtime.budget.averages import LinearCost, MovingAverage, SmoothedSeconds
 
 if TYPE_CHECKING:
     from hdtool.runtime.core.engine_interface import PassLog
     from hdtool.runtime.kernels.compiled import Array
 
-MAX_PAUSE_STEPS = 64
-"""Longest pause in steps while drafting does not pay, for drafters whose own time is not counted as a cost."""
-SAVED_LEARNING_RATE = 0.1
-"""Learning rate of the average seconds that a draft saves, for drafters whose own time is counted as a cost."""
-RETRY_SHARE = 0.01
-"""Largest share of the time that may be spent on retrying drafts."""
-
-
-class Pause:
-    """Pauses drafting while it does not pay; each pause lasts twice as many steps as the one before."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        """Length of the last pause, if drafting did not pay since; the first two are too short to skip a step."""
-        self.saved = nan
-        """Average seconds that a draft saves; NaN after a pause."""
-
-    def next(self, pays: bool, saved: float, draft_seconds: float, max_steps: int) -> int:
-        """Return for how many steps to pause now.
-
-        ``pays`` and ``saved`` say whether the nodes of a draft pay, and how many seconds they save. The drafter's own
-        time is counted if ``draft_seconds`` is not 0.
-        """
-        if draft_seconds > 0:
-            saved -= draft_seconds
-            self.saved = saved if isnan(self.saved) else self.saved + SAVED_LEARNING_RATE * (saved - self.saved)
-            pays = self.saved > 0
-        self.steps = 0 if pays else min(max(1, 2 * self.steps), max_steps)
-        if self.steps <= 2:
-            return 0
-        self.saved = nan
-        return self.steps
-
-
 LEARNING_RATE = 0.01
 """Learning rate of the moving averages of tokens and seconds per step, with and without the drafter."""
-PASS_LEARNING_RATE = 1 / 64
-"""Learning rate of the cost of passes."""
-MAX_RATIO = 3.0
-"""Multiple of the expected value to which the seconds of a pass or step are clipped: it may have been interrupted."""
 PRIOR_STEPS = 8
 """Weight, in steps, of the assumption that the drafter adds no tokens, so that a costly drafter needs more evidence."""
 TRIAL_STEPS = 4
@@ -73,42 +33,6 @@ MAX_EXTENDED_ROWS = 16
 """Maximum number of rows in a pass whose cost is learned; larger ones, such as prefills, say nothing about drafting."""
 
 
-class LinearCost:
-    """Estimates the duration of a pass as a constant plus a time per row, by linear regression with forgetting."""
-
-    def __init__(self, prior_rows: float = 0.0) -> None:
-        """If ``prior_rows`` is not 0, it is the expected number of rows at which a pass takes twice as long."""
-        self.observed = 0
-        """Number of observed passes."""
-        self.seconds = 0.0
-        """Mean duration of a pass."""
-        self.per_row = 0.0
-        """Seconds that each row adds to a pass, never negative."""
-        self._prior_rows = prior_rows
-        self._rows = self._variance = self._covariance = 0.0
-
-    def observe(self, rows: int, seconds: float) -> float:
-        """Learn from a pass; return the learning rate."""
-        if self.observed:
-            seconds = min(seconds, MAX_RATIO * self.of(rows))
-        self.observed += 1
-        share = max(PASS_LEARNING_RATE, 1 / self.observed)
-        off_rows, off_seconds = rows - self._rows, seconds - self.seconds
-        self._rows += share * off_rows
-        self.seconds += share * off_seconds
-        self._variance += share * ((1 - share) * off_rows**2 - self._variance)
-        self._covariance += share * ((1 - share) * off_rows * off_seconds - self._covariance)
-        weight = float(self._prior_rows > 0)  # the prior weighs as much as a variance of 1
-        prior = self.seconds / (self._prior_rows + self._rows) if weight else 0.0
-        slope = max(0.0, (self._covariance + prior) / max(self._variance + weight, 1e-12))
-        self.per_row = min(slope, self.seconds / self._rows) if self._rows > 0 else slope
-        return share
-
-    def of(self, rows: int) -> float:
-        """Return the expected seconds of a pass over ``rows`` rows: never negative, and never less for more rows."""
-        return self.seconds + self.per_row * (rows - self._rows)
-
-
 class Gate:
     """Compares the throughput of steps with and without a drafter, and decides when and how far to draft.
 
@@ -124,8 +48,8 @@ class Gate:
         self.pass_cost = LinearCost()
         """Cost of the drafter's passes."""
         self._log = log
-        self._tokens, self._seconds = [0.0, 0.0], [0.0, 0.0]
-        self._observed = [0, 0]
+        self._tokens = MovingAverage(LEARNING_RATE), MovingAverage(LEARNING_RATE)
+        self._seconds = SmoothedSeconds(LEARNING_RATE), SmoothedSeconds(LEARNING_RATE)
         self._steps_left = TRIAL_STEPS
         self._trial: list[float] = []
         """Loss of each step of the drafter's current trial, in seconds."""
@@ -142,7 +66,7 @@ class Gate:
         """
         if not self.runs_drafter or not self._waits:
             return self.runs_drafter
-        return (cost - MIN_TRIAL_STEPS * EXPECTED_GAIN) * self._seconds[0] <= self._earned
+        return (cost - MIN_TRIAL_STEPS * EXPECTED_GAIN) * self._seconds[0].mean <= self._earned
 
     def observe(self, tokens: float, seconds: float, used: bool | None = None) -> None:
         """Record the tokens and seconds of a step, and whether it ``used`` the drafter (default: ``runs_drafter``).
@@ -151,12 +75,8 @@ class Gate:
         since the step began.
         """
         kind = int(self.runs_drafter if used is None else used)
-        if self._observed[kind]:
-            seconds = min(seconds, MAX_RATIO * self._seconds[kind])
-        self._observed[kind] += 1
-        share = max(LEARNING_RATE, 1 / self._observed[kind])
-        self._tokens[kind] += share * (tokens - self._tokens[kind])
-        self._seconds[kind] += share * (seconds - self._seconds[kind])
+        self._tokens[kind].observe(tokens)
+        seconds = self._seconds[kind].observe(seconds)
         if kind:
             self._waits, self._earned = False, 0.0
         else:
@@ -170,25 +90,29 @@ class Gate:
 
     def _is_hopeless(self, tokens: float, seconds: float) -> bool:
         """Note a step of the drafter's trial, and return True if the trial has lost too much time to go on."""
-        if not self._observed[0]:
+        plain = self._seconds[0].mean
+        if not plain:
             return False
-        self._trial.append(seconds - tokens * self._seconds[0] / self._tokens[0])
-        return len(self._trial) >= MIN_TRIAL_STEPS and sum(self._trial) > HOPELESS_LOSS * self._seconds[0]
+        self._trial.append(seconds - tokens * plain / self._tokens[0].mean)
+        return len(self._trial) >= MIN_TRIAL_STEPS and sum(self._trial) > HOPELESS_LOSS * plain
 
     def _next(self) -> None:
-        if not all(self._observed):
+        plain, drafted = self._seconds
+        if not (plain.observed and drafted.observed):
             self._try(not self.runs_drafter)
             return
-        (without, drafting), seconds = self._speeds(), self._seconds
+        without, drafting = self._speeds()
         is_faster = drafting > without
         if self.runs_drafter == is_faster:
             self._try(not is_faster)
             return
         if is_faster:
-            pause = min(TRIAL_STEPS * (1 - without / drafting) / MAX_TRIAL_LOSS, 2 * min(self._observed))
+            pause = min(
+                TRIAL_STEPS * (1 - without / drafting) / MAX_TRIAL_LOSS, 2 * min(plain.observed, drafted.observed)
+            )
             self._lost_trials = 0
         else:  # the drafter makes no tree worse, so a trial loses at most the time of its passes
-            pause = TRIAL_STEPS * (seconds[1] / seconds[0] - 1) / MAX_TRIAL_LOSS
+            pause = TRIAL_STEPS * (drafted.mean / plain.mean - 1) / MAX_TRIAL_LOSS
             self._lost_trials += 1
         longest = MAX_PAUSE << max(0, self._lost_trials - 1)
         self.runs_drafter, self._steps_left = is_faster, int(min(max(pause, TRIAL_STEPS), longest))
@@ -200,9 +124,10 @@ class Gate:
 
     def _speeds(self) -> tuple[float, float]:
         """Return the tokens per second without and with the drafter."""
-        without, drafting = self._tokens
-        known = self._observed[1] / (self._observed[1] + PRIOR_STEPS)
-        return without / self._seconds[0], (without + known * (drafting - without)) / self._seconds[1]
+        without, drafting = (tokens.mean for tokens in self._tokens)
+        plain, drafted = self._seconds
+        known = drafted.observed / (drafted.observed + PRIOR_STEPS)
+        return without / plain.mean, (without + known * (drafting - without)) / drafted.mean
 
     def note_pass(self, rows: int, seconds: float) -> None:
         """Learn the cost of the drafter's passes from one over ``rows`` rows."""
@@ -229,4 +154,5 @@ class Gate:
         """Tokens per second of the faster kind of step, but at least one in the time of the target's last pass."""
         last = self._log.last_seconds
         known = zip(self._tokens, self._seconds, strict=True)
-        return max(1 / last if last else 0.0, *(tokens / seconds if seconds else 0.0 for tokens, seconds in known))
+        speeds = (tokens.mean / seconds.mean if seconds.mean else 0.0 for tokens, seconds in known)
+        return max(1 / last if last else 0.0, *speeds)

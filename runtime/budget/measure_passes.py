@@ -17,7 +17,7 @@ from hdtool.data.errors import CostError, OptionError
 from hdtool.data.home import cost_at_home, quick_costs_at_home
 from hdtool.data.notes import note
 from hdtool.data.progress import progress_bar
-from hdtool.runtime.budget.cost_curve import CostCurve, Floats, cost_file, over_nodes
+from hdtool.runtime.budget.cost_curve import CostCurve, Floats, cost_file, interpolated
 from hdtool.runtime.budget.pass_costs import PASS_SIZES
 from hdtool.runtime.config.measuring import CostConfig
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
@@ -233,7 +233,7 @@ def _quick_milliseconds(target: Target, contexts: Sequence[int], batch: int) -> 
             progress.advance()
             times = time_tree_passes(target, long_nodes, _is_enough_quickly, length, batch, unread=True)
             added = np.maximum(0, _increasing(times) - np.interp(long_nodes, MEASURED_NODES, short))
-            rows.append(short + over_nodes(np.array(MEASURED_NODES), long_nodes, added))
+            rows.append(short + interpolated(np.array(MEASURED_NODES), long_nodes, added[:, None]))
     return tuple(tuple(map(float, row)) for row in rows)
 
 

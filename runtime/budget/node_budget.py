@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hdtool.runtime.budget.gate import MAX_PAUSE_STEPS, RETRY_SHARE, Pause
+from hdtool.runtime.budget.averages import SmoothedSeconds
 from hdtool.runtime.budget.pass_costs import (
     COSTS,
     MAX_CHOSEN_NODES,
@@ -30,8 +31,12 @@ if TYPE_CHECKING:
 
 STEP_OVERHEAD = 2e-4
 """Initial estimate of the seconds that a step spends outside its forward pass, used until they are measured."""
-OVERHEAD_LEARNING_RATE, MAX_OVERHEAD_RATIO = 0.1, 3.0
-"""Learning rate of the smoothed overhead, and the largest multiple of the mean that a single step may contribute."""
+MAX_PAUSE_STEPS = 64
+"""Longest pause in steps while drafting does not pay, for drafters whose own time is not counted as a cost."""
+SAVED_LEARNING_RATE = 0.1
+"""Learning rate of the average seconds that a draft saves, for drafters whose own time is counted as a cost."""
+RETRY_SHARE = 0.01
+"""Largest share of the time that may be spent on retrying drafts."""
 CONFIRMED_PASSES = 3.0
 """Number of passes that must confirm a cost before it can rule drafting in or out without a trial."""
 WORTH_TRYING, CLEARLY_FASTER = 1.2, 1.5
@@ -70,19 +75,22 @@ class FixedBudget(Budget):
         return min(len(probs), self.max_nodes)
 
 
-class SmoothedSeconds:
-    """Moving average of durations, in which a single interrupted step has limited influence."""
+class StepOverhead(SmoothedSeconds):
+    """Average time that a step spends outside its pass and its drafts."""
 
-    def __init__(self, expected: float = 0.0) -> None:
-        """``expected`` counts as the first observation unless it is 0."""
-        self.mean = expected
-        self._observed = int(expected > 0)
+    def __init__(self, log: PassLog, expected: float = 0.0) -> None:
+        super().__init__(expected=expected)
+        self._log, self._passes, self._began = log, -1, 0.0
 
-    def observe(self, seconds: float) -> None:
-        if self.mean:  # a mean of 0 would clip all later observations to 0
-            seconds = min(seconds, MAX_OVERHEAD_RATIO * self.mean)
-        self._observed += 1
-        self.mean += max(OVERHEAD_LEARNING_RATE, 1 / self._observed) * (seconds - self.mean)
+    def begin_step(self, draft_seconds: float) -> bool:
+        """Begin a step whose drafts took so long, unless it has begun; measure the last one if it ran a single pass."""
+        log, now = self._log, time.perf_counter()
+        if log.passes == self._passes:
+            return False
+        if log.passes == self._passes + 1 and log.nodes >= 0:
+            self.observe(max(0.0, now - self._began - log.last_seconds - draft_seconds))
+        self._passes, self._began = log.passes, now
+        return True
 
 
 class AdaptiveBudget(Budget):
@@ -99,7 +107,11 @@ class AdaptiveBudget(Budget):
         self._step, self._costs, self.overhead = step, costs, overhead
         self.draft_seconds = 0.0
         """Seconds that the last draft took; 0 if the drafter's own time does not count."""
-        self._max_nodes, self._pause = MAX_CHOSEN_NODES, Pause()
+        self._max_nodes = MAX_CHOSEN_NODES
+        self._pause = 0
+        """Length of the last pause, if drafting did not pay since; the first two are too short to skip a step."""
+        self._saved = nan
+        """Average seconds that a draft saves; NaN after a pause."""
         self.paused_until = 0
         """Number of the step in which the last pause ends; 0 if drafting was not paused in the last step."""
         # Compile ``choose_nodes``, or load it from the cache, before the first step.
@@ -128,8 +140,17 @@ class AdaptiveBudget(Budget):
         See ``choose_nodes`` for the other arguments; a pause lasts at most ``max_pause`` steps.
         """
         self._max_nodes = min(MAX_CHOSEN_NODES, max(2 * size, self._max_nodes - 1, MIN_DRAFTED_NODES))
-        pause = 0 if tries else self._pause.next(pays, saved, self.draft_seconds, max_pause)
-        self.paused_until = self._step() + 1 + pause if pause else 0
+        self.paused_until = 0
+        if tries:
+            return
+        if self.draft_seconds > 0:
+            saved -= self.draft_seconds
+            self._saved = saved if isnan(self._saved) else self._saved + SAVED_LEARNING_RATE * (saved - self._saved)
+            pays = self._saved > 0
+        self._pause = 0 if pays else min(max(1, 2 * self._pause), max_pause)
+        if self._pause > 2:
+            self._saved = nan
+            self.paused_until = self._step() + 1 + self._pause
 
 
 class CostBudget(AdaptiveBudget):
@@ -161,10 +182,7 @@ class MeasuredBudget(AdaptiveBudget):
 
     def __init__(self, log: PassLog, costs: MeasuredCosts, overhead: float = STEP_OVERHEAD) -> None:
         super().__init__(overhead, lambda: log.passes, costs)
-        self._log = log
-        self._passes, self._call_time = log.passes, time.perf_counter()
-        """Number of passes at the last call of ``choose_size``, and the time of that call."""
-        self._outside = SmoothedSeconds(overhead)
+        self._outside = StepOverhead(log, overhead)
 
     def end_step(self) -> None:
         self._costs.update()
@@ -174,13 +192,8 @@ class MeasuredBudget(AdaptiveBudget):
         return super().choose_size(probs)
 
     def _measure_overhead(self) -> None:
-        """Measure the last step's time outside its forward pass, if only one pass has run since the last call."""
-        log, now = self._log, time.perf_counter()
-        if log.passes == self._passes + 1 and self.max_nodes and log.nodes >= 0:
-            around = now - self._call_time - log.last_seconds - self.draft_seconds
-            self._outside.observe(max(0.0, around))
-            self.overhead = self._outside.mean
-        self._passes, self._call_time = log.passes, now
+        self._outside.begin_step(self.draft_seconds)
+        self.overhead = self._outside.mean
 
 
 @compiled
@@ -228,9 +241,9 @@ class SharedCosts:
         self.log, self._pads = log, pads
         self._expected: dict[SharedBudget, tuple[int, Probs]] = {}
         """Maps each sequence's budget to the step of its latest draft and the probabilities of this draft's nodes."""
-        self._outside = SmoothedSeconds()
-        self._step, self._passes, self._call_time = 0, -1, 0.0
-        """Number of the current step, and the number of passes and the time when this step began."""
+        self._outside = StepOverhead(log)
+        self._step = 0
+        """Number of the current step."""
         self._costs: dict[int, MeasuredCosts] = {}
         for slots in sorted(curves):
             fewer = max(self._costs, default=0)
@@ -254,7 +267,7 @@ class SharedCosts:
         The other sequences of the batch count with the probabilities of their latest trees.
         """
         drafting = sum(budget.draft_seconds for budget in budgets) / len(budgets)
-        self._begin_step(drafting * max(len(budgets), len(self._expected)))
+        self._step += self._outside.begin_step(drafting * max(len(budgets), len(self._expected)))
         for budget, tree_probs in zip(budgets, probs, strict=True):
             self._expected[budget] = self._step, tree_probs
         others = [
@@ -281,16 +294,6 @@ class SharedCosts:
                 del self._expected[budget]
             chosen.append(min(len(tree_probs), size))
         return chosen
-
-    def _begin_step(self, drafting: float) -> None:
-        """Begin a step if a pass has run; measure what the last step took besides its pass and its drafts."""
-        log, now = self.log, time.perf_counter()
-        if log.passes == self._passes:
-            return
-        if log.passes == self._passes + 1 and log.nodes >= 0:
-            self._outside.observe(max(0.0, now - self._call_time - log.last_seconds - drafting))
-        self._passes, self._call_time = log.passes, now
-        self._step += 1
 
 
 class SharedBudget(AdaptiveBudget):

@@ -12,7 +12,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from hdtool.data import demo
-from hdtool.runtime.budget.gate import MAX_EXPECTED_LOSS, MAX_TRIAL_LOSS, MIN_TRIAL_STEPS, TRIAL_STEPS, Gate, LinearCost
+from hdtool.runtime.budget.averages import LinearCost
+from hdtool.runtime.budget.gate import MAX_EXPECTED_LOSS, MAX_TRIAL_LOSS, MIN_TRIAL_STEPS, TRIAL_STEPS, Gate
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.draft_sources import SourceId
@@ -61,7 +62,7 @@ def test_a_drafter_that_costs_the_time_of_many_steps_is_tried_rarely() -> None:
     """As an MTP layer of a small model, whose own passes are compiled."""
     gate, drafting, without = Gate(PassLog()), (1.8, 30.0), (1.0, 1.0)
     assert speed(gate, 100, drafting, without) > 0.6
-    assert gate._observed[1] == MIN_TRIAL_STEPS
+    assert gate._seconds[1].observed == MIN_TRIAL_STEPS
     speed(gate, 10_000, drafting, without)
     assert speed(gate, 20_000, drafting, without) > 1 - MAX_TRIAL_LOSS
 
@@ -78,7 +79,7 @@ def test_a_step_counts_for_its_own_kind_though_another_answer_has_switched_the_g
     while not gate.runs_drafter:
         gate.observe(3.0, 1.0, used=False)
     gate.observe(100.0, 1.0, used=False)  # this step began before the switch
-    assert gate._observed == [TRIAL_STEPS + 1, 0]
+    assert [kind.observed for kind in gate._seconds] == [TRIAL_STEPS + 1, 0]
 
 
 def test_the_gate_follows_a_change() -> None:

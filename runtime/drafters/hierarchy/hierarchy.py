@@ -9,7 +9,8 @@ from typing import Any, cast
 import numpy as np
 from numba import types
 
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget, SmoothedSeconds, choose_all_nodes
+from hdtool.runtime.budget.averages import SmoothedSeconds
+from hdtool.runtime.budget.node_budget import Budget, FixedBudget, choose_all_nodes
 from hdtool.runtime.config.draft_sources import Evidence, SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hdtool.runtime.budget.gate import LinearCost
+from hdtool.runtime.budget.averages import PASS_LEARNING_RATE, LinearCost, MovingAverage
 from hdtool.runtime.kernels.compiled import Ints
 
 MIN_FLOOR = 0.02
@@ -28,7 +28,7 @@ class MinProbability:
     def __init__(self, fixed: float | None = None) -> None:
         self._fixed = fixed
         self._cost = LinearCost(PRIOR_TOKENS)
-        self._rows = self._emitted = 0.0
+        self._rows, self._emitted = MovingAverage(PASS_LEARNING_RATE), MovingAverage(PASS_LEARNING_RATE)
         """Mean numbers of requests and of emitted tokens per pass."""
         self._last: tuple[float, Ints, Ints, Ints] = 0.0, NO_TOKENS, NO_TOKENS, NO_TOKENS
 
@@ -39,8 +39,8 @@ class MinProbability:
         if not self._cost.observed:
             return max(MIN_FLOOR, rows / (PRIOR_TOKENS + rows))
         slope = self._cost.per_row
-        seconds = max(self._cost.seconds + slope * (rows - self._rows), slope * rows)
-        return max(MIN_FLOOR, slope * rows * self._emitted / self._rows / seconds)
+        seconds = max(self._cost.seconds + slope * (rows - self._rows.mean), slope * rows)
+        return max(MIN_FLOOR, slope * rows * self._emitted.mean / self._rows.mean / seconds)
 
     def begin_step(self, at: float, rows: Ints, lengths: Ints) -> None:
         """Update the averages with the pass since the last ``record_drafts``, if it ran exactly the recorded requests.
@@ -59,6 +59,6 @@ class MinProbability:
 
     def observe(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
         """Update the averages with a pass: its numbers of requests, computed and emitted tokens, and its duration."""
-        share = self._cost.observe(tokens, seconds)
-        self._rows += share * (rows - self._rows)
-        self._emitted += share * (emitted - self._emitted)
+        self._cost.observe(tokens, seconds)
+        self._rows.observe(rows)
+        self._emitted.observe(emitted)
