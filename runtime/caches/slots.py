@@ -110,13 +110,12 @@ class Slot:
         if tree is None:  # the prompt was read, but no tree verified
             return
         self.tree = self.hidden_of_tree = None
-        rows = [0, *(node + 1 for node in path)]
+        rows = [0, *[node + 1 for node in path]]
         if hidden is not None:
             self.hidden.append(select_rows(hidden, rows))
         self.kv.commit(1, path, deferred=deferred)
         self.kept.commit(rows, self.length)
-        self.tokens.append(tree.root)
-        self.tokens += [int(tree.tokens[node]) for node in path]
+        self.tokens += [tree.root, *[int(tree.tokens[node]) for node in path]]
 
     def all_hidden(self) -> torch.Tensor | None:
         """Return the hidden states of all accepted tokens, or None if they aren't recorded."""

@@ -81,7 +81,7 @@ def _accept_walk(walk: Walk, tree: DraftTree, sampler: Sampler, stops: Container
 
 def _has_ended(walk: Walk, max_tokens: int) -> bool:
     """Return True if a walk ended because it left the tree, reached ``max_tokens`` or met non-finite logits."""
-    return not walk.finite or len(walk.tokens) == max_tokens or walk.children[-1:] == [ROOT]
+    return ROOT in walk.children or len(walk.tokens) == max_tokens or not walk.finite
 
 
 def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:

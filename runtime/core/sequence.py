@@ -134,21 +134,14 @@ class SequenceState(Generic[Key]):
         """End the answer, whether or not it is complete."""
         self.drafter.end()
 
-    def accept(self, verified: Verified, recompute: Callable[[int], Verified]) -> tuple[Accepted, Verified]:
-        """Choose the tokens to emit, and return ``(accepted, verified)``.
-
-        ``accepted`` holds the accepted nodes and the emitted tokens, and ``verified`` the logits that these tokens come
-        from. ``recompute`` verifies the root again without drafts. It is called if the pass with drafts overflowed.
-        """
+    def accept(self, verified: Verified) -> Accepted | None:
+        """Choose the tokens to emit; return None if the pass overflowed because of its drafts, which are dropped."""
         accepted = accept(self.tree, verified, self._sampler, stops=self._stops, max_tokens=self.room)
         if accepted is None:
             self.tree = DraftTree.bare(self.tree.root)
-            verified = recompute(self.tree.root)
-            accepted = accept(self.tree, verified, self._sampler, stops=self._stops, max_tokens=self.room)
-            assert accepted is not None
-        if self._sampler.overflowed:
+        elif self._sampler.overflowed:
             self._engine.note_overflow()
-        return accepted, verified
+        return accepted
 
     def observe(self, accepted: Accepted, verified: Verified) -> Step:
         self.drafter.observe(accepted, verified)

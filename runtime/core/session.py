@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container, Generator, Sequence
-from functools import partial
 from typing import Any, Generic
 
 from hdtool.data.errors import HdtoolError, ModelError
@@ -74,7 +73,7 @@ class Session(Generic[Key]):
     @property
     def takes_next(self) -> bool:
         """True if a request submitted now is the next one to be prefilled."""
-        return not self._waiting and self._prefilling is None and not self._is_full
+        return not (self._is_full or self._waiting or self._prefilling)
 
     @property
     def _is_full(self) -> bool:
@@ -98,7 +97,7 @@ class Session(Generic[Key]):
             while True:
                 if self.takes_next and (following := next_request()) is not None:
                     self.submit(following)
-                if not len(self):
+                if not (self._running or self._waiting or self._prefilling):
                     return
                 for request, step in self.advance():
                     if isinstance(step, HdtoolError):
@@ -153,8 +152,9 @@ class Session(Generic[Key]):
         return [outcome for outcome in outcomes if outcome[0] not in cancelled]
 
     def _prefills_next(self) -> bool:
-        can_prefill = self._prefilling is not None or (len(self._waiting) > 0 and not self._is_full)
-        return can_prefill and not (self._running and self._is_step_due)
+        if self._running and (self._is_step_due or self._is_full):
+            return False
+        return bool(self._waiting or self._prefilling)
 
     def _prefill(self) -> list[Outcome[Key]]:
         """Prefill the next prompt or a piece of it; an error ends its request only."""
@@ -233,7 +233,11 @@ class Session(Generic[Key]):
 
     def _conclude(self, slot: int, state: SequenceState[Key], verified: Verified) -> Step | HdtoolError:
         try:
-            accepted, verified = state.accept(verified, partial(self._engine.recompute, self._cache, slot))
+            accepted = state.accept(verified)
+            if accepted is None:
+                verified = self._engine.recompute(self._cache, slot, state.tree.root)
+                accepted = state.accept(verified)
+                assert accepted is not None
         except HdtoolError as error:  # an error in one request must not end the others
             return error
         self._engine.commit(self._cache, slot, accepted.path)

@@ -21,7 +21,7 @@ LARGEST_TREE = LARGEST_BUDGET
 """Maximum number of nodes that a target verifies in one pass."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DraftTree:
     """Draft tokens after ``root``, the last emitted token, which is not in the KV cache yet.
 

@@ -37,15 +37,13 @@ class RunningPass:
 class Backend:
     """One way to compute a model's passes. A method returns None for a pass that another backend must compute."""
 
+    captures = False
+    """True if ``launch`` starts passes that run asynchronously on a device."""
+
     @property
     def is_current(self) -> bool:
         """False while the backend can compute no pass, for example because the model has changed."""
         return True
-
-    @property
-    def is_captured(self) -> bool:
-        """True if ``launch`` starts passes that run asynchronously on a device."""
-        return False
 
     @property
     def pads(self) -> bool:
@@ -127,7 +125,8 @@ class BackendEngine:
     @property
     def captures(self) -> bool:
         """True if launched passes run asynchronously on a device."""
-        return self._backends[0].is_captured
+        first = self._backends[0]
+        return first.captures and first.is_current
 
     @property
     def pads(self) -> bool:

@@ -90,7 +90,7 @@ class TreePass:
         """Buffers whose addresses are in the record."""
         self._headers: Array = self._memory["tree_headers"]
         self._walk_results: Array = self._memory["walk_results"]
-        self._argmax_walks: Array = self._memory["argmax_walks"]
+        self._argmax_walks: list[Array] = [*self._memory["argmax_walks"]]
         self._maxima: Array = self._memory["maxima"]
         with torch.inference_mode(False):  # inference tensors can't be changed outside of inference mode
             self._logits = torch.empty(slots * TREE_ROWS, table.vocabulary, dtype=torch.float32)

@@ -106,6 +106,8 @@ A cache that grows is allocated anew, and all steps must then be captured again.
 class CapturedPasses(Backend):
     """Verifies trees by steps that are captured on a device; computes nothing before ``enable``, or if that fails."""
 
+    captures = True
+
     def __init__(self, stock: StockModel, facts: ModelFacts) -> None:
         self._stock, self._facts = stock, facts
         self.steps: StaticSteps | None = None
@@ -117,10 +119,6 @@ class CapturedPasses(Backend):
     @property
     def is_current(self) -> bool:
         return self.steps is not None
-
-    @property
-    def is_captured(self) -> bool:
-        return self.is_current
 
     @property
     def is_fused(self) -> bool:
