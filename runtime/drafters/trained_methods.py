@@ -44,7 +44,8 @@ from hdtool.runtime.drafters.trained.checkpoints import (
     PublishedDrafter,
     loaded_once,
 )
-from hdtool.runtime.drafters.trained.dflash import dflash_drafter, load_dflash
+from hdtool.runtime.drafters.trained.dflash import dflash_drafter
+from hdtool.runtime.drafters.trained.dflash_checkpoints import load_dflash
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter, mtp_layers_of
 from hdtool.runtime.drafters.trained.proposal import best_paths

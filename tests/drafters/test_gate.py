@@ -32,7 +32,7 @@ from tests.support.decoding import answer_of, output_tokens, run
 from tests.support.families import model_of, random_model
 from tests.support.mtp import with_mtp
 from tests.support.oracle import prompt_of
-from tests.support.published_drafters import assistant, dflash, eagle3, let_all_layers_share
+from tests.support.published_drafters import assistant, block_drafter, dflash, eagle3, let_all_layers_share
 from tests.sweep.models import tiny_model
 
 
@@ -230,6 +230,7 @@ MAKERS: dict[str, Callable[[Path], tuple[Target, TrainedDrafter]]] = {
     "draft model": of_model,
     "eagle3": partial(published, six_layers, eagle3),
     "dflash": partial(published, six_layers, dflash),
+    "dspark": partial(published, six_layers, partial(block_drafter, markov="vanilla")),
     "assistant": partial(published, partial(tiny_model, "gemma4_text"), assistant),
 }
 

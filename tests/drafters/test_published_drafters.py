@@ -23,7 +23,7 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
-from hdtool.runtime.drafters.trained.dflash import without_norm
+from hdtool.runtime.drafters.trained.dflash_checkpoints import without_norm
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained_methods import published_drafter
 from hdtool.runtime.engines.capture_interface import CaptureMaker, never
@@ -33,7 +33,15 @@ from tests.support.decoding import assert_answers_of_batch, assert_drafts_change
 from tests.support.families import random_model
 from tests.support.library_drafts import best_chains, drafts_of_library
 from tests.support.oracle import prompt_of
-from tests.support.published_drafters import assistant, dflash, eagle3, few_words, let_all_layers_share, six_layers
+from tests.support.published_drafters import (
+    assistant,
+    block_drafter,
+    dflash,
+    eagle3,
+    few_words,
+    let_all_layers_share,
+    six_layers,
+)
 from tests.support.rehearsed import Rehearsed, direct
 from tests.sweep.models import tiny_model
 
@@ -54,6 +62,10 @@ PAIRS: dict[str, tuple[Callable[[], PreTrainedModel], Maker]] = {
     "eagle3": (partial(six_layers, "Llama"), eagle3),
     "eagle3 of speculators": (partial(six_layers, "Qwen3"), partial(eagle3, speculators=True)),
     "dflash": (partial(six_layers, "Llama"), dflash),
+    "dflash of its authors": (partial(six_layers, "Qwen3"), block_drafter),
+    "dflash of speculators": (partial(six_layers, "Llama"), partial(block_drafter, speculators=True, drafted=40)),
+    "dspark": (partial(six_layers, "Qwen3"), partial(block_drafter, markov="gated")),
+    "dspark of speculators": (partial(six_layers, "Llama"), partial(block_drafter, markov="rnn", speculators=True)),
     "assistant": (gemma, assistant),
 }
 

@@ -51,6 +51,8 @@ REPLAYS = {"hd": 2, "sampled": 1, "hd, sampled": 2}
 """Replays of a step: of its pass, and of rankings, if a drafter reads them."""
 EXTRA_KERNELS = {"hd": 0, "sampled": 2, "hd, sampled": 2}
 """Kernels that are not captured, to read rows of logits."""
+KERNELS_AROUND_A_BLOCK = 5
+"""Kernels that are not captured, which gather the hidden states of the accepted tokens."""
 CAPTURES_BEFORE, CAPTURES_WITHIN = 11, 0
 """Until the first answer begins, two for each size and one of no step; and within answers, which have up to 512 tokens
 if passes read an extent."""
@@ -115,7 +117,7 @@ def others(home: Path) -> dict[str, Any]:
     """Groups that are short, in one process."""
     return scenarios(
         home,
-        "changes,captures,reserved,sampled,heads,hidden_without_extents,hydra,mtp,without_recovery,"
+        "blocks,changes,captures,reserved,sampled,heads,hidden_without_extents,hydra,mtp,without_recovery,"
         "short_memory,replaced_weights,refused_waits,basics",
     )
 
@@ -220,6 +222,20 @@ def test_answers_that_take_turns_are_those_alone(family: str, home: Path) -> Non
     found = scenarios(home, "interleaved", family)["interleaved"]
     assert found["captures"] and not found["faults"]
     assert {"stream", "batch", "hook", "generate", "abandoned"} <= found["played"].keys()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("drafter", ["dflash", "dspark", "dspark, gated", "dspark, rnn"])
+def test_a_block_is_a_captured_pass(drafter: str, others: dict[str, Any]) -> None:
+    """Each step makes one beside the target's, with one copy in, one copy out and one wait for both."""
+    found = others["blocks"][drafter]
+    assert not found["faults"]
+    assert [answer["tokens"] for answer in found["found"]] == [found["expected"]] * 2
+    steps: list[Counter[str]] = list(map(Counter, found["found"][1]["steps"]))
+    assert len(steps) > 3
+    for step in steps:
+        assert step[REPLAY] == step[COPY_IN] == step[COPY_OUT] == step[WAIT + "an event"] == waits(step) == 2
+        assert step[KERNEL] <= KERNELS_AROUND_A_BLOCK, found["lines"]
 
 
 @pytest.mark.long

@@ -8,11 +8,13 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, drafter_of
+from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, drafter_of, published_drafter
 from hdtool.runtime.engines.cuda import captured_passes, cuda_graphs
 from hdtool.runtime.engines.cuda.waits import WaitError, waits_refused
 from hdtool.runtime.engines.step_interface import StepOutput, StepPass
@@ -44,6 +46,7 @@ from tests.support.families import VOCABULARY, model_of
 from tests.support.heads import SEQUENTIAL, random_for
 from tests.support.interleaving import Interleaving
 from tests.support.oracle import prompt_of
+from tests.support.published_drafters import block_drafter, dflash
 from tests.support.rehearsed import captured_of
 from tests.support.simulated_cuda.counts import CAPTURE, REPLAY, waits
 from tests.support.simulated_cuda.graphs import GraphCapture
@@ -59,6 +62,13 @@ DEEPER = 4
 NODES = 24
 SLOTS = 5, 30, 12
 """Prompt lengths of a batch."""
+BLOCKS: dict[str, Callable[..., Path]] = {
+    "dflash": dflash,
+    "dspark": partial(block_drafter, markov="vanilla"),
+    "dspark, gated": partial(block_drafter, markov="gated"),
+    "dspark, rnn": partial(block_drafter, markov="rnn", drafted=40),
+}
+"""Functions that write checkpoints of drafters that predict blocks."""
 SEEDS = 5
 """Number of random interleavings."""
 LONG = 1024
@@ -225,24 +235,38 @@ def with_heads(target: Target, config: HeadsConfig = HEADS) -> Drafter:
     return StandaloneDrafter(trained, FixedBudget(NODES))
 
 
-def heads(config: HeadsConfig = HEADS) -> dict[str, Any]:
-    """Answer with drafts of heads, whose passes are captured too."""
+def heads(make: Callable[[Target], Drafter] = with_heads) -> dict[str, Any]:
+    """Answer with drafts of heads, whose passes are captured too; or with those of another drafter."""
     model = model_of("llama")
     expected = plain(model, GREEDY)
     install()
     target = Target(on_device(model))
-    drafter = with_heads(target, config)
+    drafter = make(target)
     return {"expected": expected, "found": [watched(target, GREEDY, drafter) for _ in range(2)]} | diagnostics()
 
 
 def hydra() -> dict[str, Any]:
     """Answer with drafts of heads that read the tokens drafted so far, whose passes are captured too."""
-    return heads(SEQUENTIAL["hydra++"])
+    return heads(partial(with_heads, config=SEQUENTIAL["hydra++"]))
 
 
 def mtp() -> dict[str, Any]:
     """Answer with drafts of an MTP layer, whose passes are captured too."""
-    return heads(SEQUENTIAL["mtp"])
+    return heads(partial(with_heads, config=SEQUENTIAL["mtp"]))
+
+
+def blocks() -> dict[str, Any]:
+    """Answer with drafts of a DFlash and of a DSpark drafter, whose blocks are captured passes."""
+    found = dict[str, Any]()
+    for name, write in BLOCKS.items():
+        with tempfile.TemporaryDirectory() as folder:
+
+            def drafter_for_target(target: Target, folder: str = folder, write: Any = write) -> Drafter:
+                write(Path(folder), model_of("llama"), target_layer_ids=[0, 1])
+                return StandaloneDrafter(published_drafter(folder, target), FixedBudget(NODES))
+
+            found[name] = heads(drafter_for_target)
+    return found
 
 
 def hidden_without_extents() -> dict[str, Any]:
@@ -530,6 +554,7 @@ def main(groups: Groups, arguments: Sequence[str]) -> None:
 GROUPS = (
     answers,
     basics,
+    blocks,
     captures,
     changes,
     heads,

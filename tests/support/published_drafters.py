@@ -16,7 +16,7 @@ from tests.support.families import SHAPE, VOCABULARY, random_model
 
 DRAFTED = 40
 """Size of a tiny EAGLE-3 drafter's draft vocabulary."""
-HEADS, KEY_HEADS, HEAD, MLP = 4, 2, 8, 48
+HEADS, KEY_HEADS, HEAD, MLP, RANK = 4, 2, 8, 48, 6
 
 
 def let_all_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +94,85 @@ def dflash(folder: Path, model: PreTrainedModel, **changes: Any) -> Path:
     )
     MuseGlimmerAssistantModel(config).eval().save_pretrained(folder)
     return folder
+
+
+def block_drafter(
+    folder: Path,
+    model: PreTrainedModel,
+    *,
+    markov: str = "",
+    speculators: bool = False,
+    drafted: int | None = None,
+    confidence: bool = True,
+    **changes: Any,
+) -> Path:
+    """Write a DFlash checkpoint in its authors' format or that of vLLM's speculators.
+
+    With a kind of ``markov`` head, write a DSpark checkpoint. ``drafted`` is the size of its own vocabulary, if any.
+    """
+    torch.manual_seed(8)
+    width = int(model.config.get_text_config().hidden_size)
+    tensors = _block_layers(width) | _markov_tensors(markov, drafted or VOCABULARY, width, confidence=confidence)
+    if drafted:
+        ids = torch.randperm(VOCABULARY)[:drafted].sort().values
+        tensors |= {"d2t": ids - torch.arange(drafted), "t2d": torch.isin(torch.arange(VOCABULARY), ids)}
+        tensors["lm_head.weight"] = torch.randn(drafted, width) * 0.3
+    elif markov and not speculators:
+        modules: dict[str, Any] = {
+            "embed_tokens": model.get_input_embeddings(),
+            "lm_head": model.get_output_embeddings(),
+        }
+        tensors |= {f"{name}.weight": module.weight.detach().clone() for name, module in modules.items()}
+    settings: dict[str, Any] = {"block_size": 5}
+    if markov:
+        settings |= {"markov_rank": RANK, "markov_head_type": markov, "enable_confidence_head": confidence}
+    layer = SHAPE | {"hidden_size": width, "rms_norm_eps": 1e-6, "model_type": "qwen3", "num_target_layers": 6}
+    if speculators:
+        kind = "dspark" if markov else "dflash"
+        settings |= {"speculators_model_type": kind, "architectures": [f"{kind}Speculator"], "mask_token_id": 2}
+        settings |= {"transformer_layer_config": layer, "aux_hidden_state_layer_ids": [1, 3]}
+    elif markov:
+        settings |= {**layer, "architectures": ["Qwen3DSparkModel"], "target_layer_ids": [0, 2], "mask_token_id": 2}
+    else:
+        settings |= {**layer, "architectures": ["DFlashDraftModel"]}
+        settings["dflash_config"] = {"mask_token_id": 2, "target_layer_ids": [0, 2]}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings | changes), encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def _block_layers(width: int) -> dict[str, torch.Tensor]:
+    shapes = {
+        "self_attn.q_proj": (HEADS * HEAD, width), "self_attn.k_proj": (KEY_HEADS * HEAD, width),
+        "self_attn.v_proj": (KEY_HEADS * HEAD, width), "self_attn.o_proj": (width, HEADS * HEAD),
+        "mlp.gate_proj": (MLP, width), "mlp.up_proj": (MLP, width), "mlp.down_proj": (width, MLP),
+    }  # fmt: skip
+    norms = {f"self_attn.{name}_norm": HEAD for name in "qk"}
+    norms |= {"input_layernorm": width, "post_attention_layernorm": width}
+    tensors = {"fc.weight": torch.randn(width, 2 * width) * 0.2}
+    tensors |= {f"{name}.weight": 1 + 0.1 * torch.randn(width) for name in ("norm", "hidden_norm")}
+    for prefix in (f"layers.{number}" for number in range(SHAPE["num_hidden_layers"])):
+        tensors |= {f"{prefix}.{name}.weight": torch.randn(shape) * 0.3 for name, shape in shapes.items()}
+        tensors |= {f"{prefix}.{name}.weight": 1 + 0.1 * torch.randn(size) for name, size in norms.items()}
+    return tensors
+
+
+def _markov_tensors(kind: str, drafted: int, width: int, *, confidence: bool) -> dict[str, torch.Tensor]:
+    """Return the tensors of a Markov head and of a confidence head; none without a ``kind``."""
+    if not kind:
+        return {}
+    tensors = {"markov_w1.weight": torch.randn(VOCABULARY, RANK), "markov_w2.weight": torch.randn(drafted, RANK)}
+    if kind == "gated":
+        tensors |= {"gate_proj.weight": torch.randn(RANK, width + RANK) * 0.3, "gate_proj.bias": torch.randn(RANK)}
+    elif kind == "rnn":
+        tensors["joint_proj.weight"] = torch.randn(3 * RANK, 2 * RANK + width) * 0.3
+        tensors["joint_proj.bias"] = torch.randn(3 * RANK)
+    named = {f"markov_head.{name}": tensor for name, tensor in tensors.items()}
+    if confidence:
+        named["confidence_head.proj.weight"] = torch.randn(1, width + RANK) * 0.1
+        named["confidence_head.proj.bias"] = torch.randn(1)
+    return named
 
 
 def assistant(folder: Path, model: PreTrainedModel, **changes: Any) -> Path:

@@ -33,7 +33,7 @@ def loaded_once(target: Target, name: str, load: Callable[[], Loaded]) -> Loaded
 
 
 EAGLE3, DFLASH, GEMMA_ASSISTANT, SMALL_MODEL = "EAGLE-3", "DFlash", "assistant", "model"
-"""Kinds of published drafters; ``SMALL_MODEL`` is any small language model."""
+"""Kinds of published drafters; a DSpark drafter is of kind ``DFLASH``, and ``SMALL_MODEL`` any small language model."""
 UNSUPPORTED_KINDS = {
     "eagle": "an EAGLE drafter of an earlier kind",
     "medusa": "a set of Medusa heads",
@@ -69,7 +69,10 @@ class PublishedDrafter:
         speculator = str(self.settings.get("speculators_model_type", "")).lower()
         if "eagle3" in classes or speculator == "eagle3":
             return EAGLE3
-        if "dflash" in classes + speculator or {"target_layer_ids", "block_size"} <= self.settings.keys():
+        if (
+            any(word in classes + speculator for word in ("dflash", "dspark"))
+            or {"target_layer_ids", "block_size"} <= self.settings.keys()
+        ):
             return DFLASH
         if "assistantforcausallm" in classes:
             return GEMMA_ASSISTANT
@@ -115,14 +118,39 @@ class PublishedDrafter:
                 "this model"
             )
 
-    def fill(self, module: Module, tensors: dict[str, torch.Tensor]) -> None:
-        """Load a module's parameters from ``tensors``; raise HeadsError if one is missing or has a different shape."""
+    def require_vocabulary(self, size: int, target: Target) -> None:
+        """Raise HeadsError unless ``size`` is that of the target's vocabulary."""
+        if size != target.vocabulary:
+            raise HeadsError(
+                f"drafter {self.name} is for a model of {size} tokens, and this one has {target.vocabulary}: name a "
+                "drafter of this model"
+            )
+
+    def token_ids(self, offsets: torch.Tensor | None, drafted: int, target: Target) -> torch.Tensor | None:
+        """Return the target's id of each of ``drafted`` draft tokens, given the differences between the two.
+
+        Return None without ``offsets``; raise HeadsError if the target does not have these tokens.
+        """
+        if offsets is None:
+            return None
+        token_ids = torch.arange(len(offsets)) + offsets
+        if len(offsets) != drafted or not ((token_ids >= 0) & (token_ids < target.vocabulary)).all():
+            raise HeadsError(f"drafter {self.name} drafts tokens that this model does not have: name another one")
+        return token_ids.to(target.device)
+
+    def fill(self, module: Module, tensors: dict[str, torch.Tensor], *, known_only: bool = False) -> None:
+        """Load a module's parameters from ``tensors``; raise HeadsError if one is missing or has a different shape.
+
+        With ``known_only``, raise it for further tensors, too.
+        """
         parameters = {name: tensor for name, tensor in module.state_dict().items() if tensor is not None}
         missing = sorted(parameters.keys() - tensors.keys())
         mismatched = sorted(
             name for name in parameters.keys() & tensors.keys() if parameters[name].shape != tensors[name].shape
         )
-        if missing or mismatched:
-            what = f"lacks {missing[0]}" if missing else f"has another shape of {mismatched[0]}"
+        unknown = sorted(tensors.keys() - parameters.keys()) if known_only else []
+        if missing or mismatched or unknown:
+            what = f"has another shape of {mismatched[0]}" if mismatched else f"has {' '.join(unknown[:1])}"
+            what = f"lacks {missing[0]}" if missing else what
             raise HeadsError(f"drafter {self.name} {what}, so it is of a kind that is not supported: name another one")
         module.load_state_dict({name: tensors[name] for name in parameters})

@@ -1,58 +1,54 @@
-"""DFlash drafters, which predict a block of masked tokens in one pass, like a diffusion model.
+"""DFlash and DSpark drafters, which predict a block of masked tokens in one pass, like a diffusion model.
 
-They read the outputs of some layers of the target. The drafter's model comes from transformers.
+They read the outputs of some layers of the target.
 """
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.engine_interface import TopTokens
 from hdtool.runtime.drafters.trained.draft_passes import ReadingPasses
-from hdtool.runtime.drafters.trained.module_parts import Norm, topk_tokens
-from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, TOKENS_PER_RANKING, Calibration
+from hdtool.runtime.drafters.trained.dspark import MAX_POSITIONS, rankings_for
+from hdtool.runtime.drafters.trained.module_parts import topk_tokens
+from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, TOKENS_PER_RANKING, Calibration, Proposal
 from hdtool.runtime.drafters.trained.sequential import BlockDrafter
-from hdtool.runtime.model.pass_inputs import CacheRows, windows_of
-from hdtool.runtime.program.mixer_parts import epsilon_of
+from hdtool.runtime.model.pass_inputs import CacheRows
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from hdtool.runtime.budget.gate import Gate
-    from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
+    from hdtool.runtime.drafters.trained.dflash_checkpoints import DFlashModel
     from hdtool.runtime.target.target import Target
 
 
 class DFlashPasses(ReadingPasses):
-    """Passes of a DFlash model, each over accepted tokens and the block of masked tokens after them.
+    """Passes of a drafter, each over accepted tokens and the block of masked tokens after them.
 
-    The block reads the context and all of itself. The next accepted tokens overwrite it in the cache.
+    The block reads the context and itself. The next accepted tokens overwrite it in the cache.
     """
 
-    def __init__(self, model: Any, target: Target) -> None:
-        config = model.config
-        self._block = min(int(config.block_size), MAX_RANKINGS + 1)
-        """Number of tokens in a block, of which the first is the last accepted one."""
-        self._model, self._mask_token = model, int(config.mask_token_id)
-        self._embed = without_norm(target.model.get_input_embeddings())
-        self._head = target.model.get_output_embeddings()
-        hidden = torch.empty((0, model.encoder.fc.in_features), dtype=target.dtype, device=target.device)
-        # A token's distance to the tokens that it reads is at most the window in these models, not less.
-        windows = [replace(each, window=each.window and each.window + 1) for each in windows_of(config)]
+    def __init__(self, model: DFlashModel, target: Target) -> None:
+        positions = min(model.block - model.first, MAX_POSITIONS if model.heads else MAX_RANKINGS)
+        self.positions = positions
+        """Number of positions of a block for which tokens are ranked."""
+        self._model, self._block = model, positions + model.first
+        hidden = torch.empty((0, model.layers.encoder.fc.in_features), dtype=target.dtype, device=target.device)
         super().__init__(
-            [_shape_of(layer.self_attn) for layer in model.layers],
+            [_shape_of(layer.self_attn) for layer in model.layers.layers],
             hidden,
             target,
-            windows=windows,
-            rankings=self._block - 1,
+            windows=model.windows,
+            rankings=rankings_for(positions) if model.heads else positions,
+            best=TOKENS_PER_RANKING + (model.heads is not None),
             drafted=self._block,
         )
-        self._kinds = list(config.layer_types)
+        self._kinds = dict.fromkeys(model.layers.config.layer_types)
 
     def _extent(self, rows: int, end: int) -> int:
         return super()._extent(rows, end + self._block)
@@ -62,28 +58,25 @@ class DFlashPasses(ReadingPasses):
         start, padding = self.length + len(tokens), size - len(tokens)
         behind = start + self._block  # where padding is written
         places = [*range(self.length, start), *range(behind, behind + padding), *range(start, behind)]
-        return [*places, tokens[-1], *[self._mask_token] * (self._block - 1)]
+        return [*places, tokens[-1], *[self._model.mask_token] * (self._block - 1)]
 
     def _rank_last(self, hidden: torch.Tensor, extent: int, words: torch.Tensor) -> TopTokens:
-        places, noise = words.split([len(words) - self._block, self._block])
-        masks = self._masks.block_mask(places[-self._block :], extent)
-        states = self._model(
-            noise_embeds=self._embed(noise[None]),
+        model, (places, noise) = self._model, words.split([len(words) - self._block, self._block])
+        states = model.layers(
+            noise_embeds=model.embed(noise[None]),
             context_hidden_states=hidden[None],
             position_ids=places[None],
-            attention_mask=masks if isinstance(masks, dict) else dict.fromkeys(self._kinds, masks),
-            past_key_values=CacheRows(self._cache.storage, places, extent, masks).cache,
-        ).last_hidden_state[0, 1:]
-        return topk_tokens(self._head(states), TOKENS_PER_RANKING)
+            attention_mask={kind: self._mask_of(kind, places[-self._block :], extent) for kind in self._kinds},
+            past_key_values=CacheRows(self._cache.storage, places, extent, None).cache,
+        ).last_hidden_state[0]
+        logits = model.head(states[model.first :])
+        if model.heads:
+            return model.heads.rank(noise[:1], states, logits, model.token_ids)
+        return topk_tokens(logits, TOKENS_PER_RANKING, model.token_ids)
 
-
-def without_norm(embedding: Any) -> Any:
-    """Return token embeddings without the norm that some models apply to them."""
-    if not hasattr(embedding, "embed_norm"):
-        return embedding
-    bare = copy.copy(embedding)  # shares the parameters
-    bare._modules = {**embedding._modules, "embed_norm": torch.nn.Identity()}
-    return bare
+    def _mask_of(self, kind: str, places: torch.Tensor, extent: int) -> torch.Tensor | None:
+        make = self._masks.causal_mask if kind in self._model.causal else self._masks.block_mask
+        return CacheRows(self._cache.storage, places, extent, make(places, extent)).mask_of(kind)
 
 
 def _shape_of(attention: Any) -> LayerShape:
@@ -92,44 +85,9 @@ def _shape_of(attention: Any) -> LayerShape:
     return LayerShape(keys, keys)
 
 
-def dflash_drafter(model: Any, target: Target, gate: Gate | None = None) -> BlockDrafter:
-    """Return a drafter for a target with a DFlash model."""
-    columns, passes = target.watch_hidden(list(model.config.target_layer_ids)), DFlashPasses(model, target)
-    return BlockDrafter(passes, Calibration(None, passes.rankings), columns, source=SourceId.DRAFTER, gate=gate)
-
-
-def load_dflash(published: PublishedDrafter, target: Target) -> Any:
-    """Load a DFlash model; raise HeadsError if it does not fit the target, FamilyError if transformers is too old."""
-    from transformers import AutoModel
-
-    try:
-        import transformers.cache_utils as library
-
-        library.DFlashCache  # noqa: B018
-    except AttributeError:
-        raise FamilyError("DFlash drafters need transformers 5.23 or newer: update it") from None
-    model = published.pretrained(AutoModel)
-    published.require_width(int(model.config.hidden_size), target)
-    layers, number = list(model.config.target_layer_ids), int(target.config.num_hidden_layers)
-    if not layers or max(layers) >= number:
-        raise HeadsError(
-            f"drafter {published.name} reads layers {layers}, and this model has {number}: name a drafter of this model"
-        )
-    if not 0 <= (mask := int(model.config.mask_token_id)) < target.vocabulary:
-        raise HeadsError(
-            f"drafter {published.name} reads token {mask} in place of drafts, and this model has tokens 0 to "
-            f"{target.vocabulary - 1}: name a drafter of this model"
-        )
-    _fuse_norms(model)
-    return model.to(target.device, target.dtype).requires_grad_(False).eval()
-
-
-def _fuse_norms(model: Any) -> None:
-    """Replace RMSNorms of transformers, which take six kernels each, by norms of one kernel with the same weights."""
-    for module in list(model.modules()):
-        for name, norm in module.named_children():
-            epsilon = epsilon_of(norm) if type(norm).__name__.endswith("RMSNorm") else None
-            if epsilon is not None:
-                fused = Norm(len(norm.weight), epsilon)
-                fused.weight = norm.weight
-                setattr(module, name, fused)
+def dflash_drafter(model: DFlashModel, target: Target, gate: Gate | None = None) -> BlockDrafter:
+    """Return a drafter for a target with a DFlash or DSpark model."""
+    columns, passes = target.watch_hidden(model.layer_ids), DFlashPasses(model, target)
+    calibration = Calibration(None, passes.positions)
+    arrange = Proposal.in_tree if model.heads else Proposal.in_parallel
+    return BlockDrafter(passes, calibration, columns, source=SourceId.DRAFTER, gate=gate, arrange=arrange)

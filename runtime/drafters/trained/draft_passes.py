@@ -45,14 +45,15 @@ class ReadingPasses:
         *,
         windows: Sequence[AttentionWindow] = (AttentionWindow(FULL),),
         rankings: int = 1,
+        best: int = TOKENS_PER_RANKING,
         drafted: int = 0,
     ) -> None:
         """``hidden`` is like the hidden states to read, ``[..., width]``.
 
-        ``windows`` are those of the layers, ``rankings`` is the number of rankings that a pass makes, and ``drafted``
-        the maximum number of positions that drafted tokens take in the cache.
+        ``windows`` are those of the layers, ``rankings`` is the number of rankings that a pass makes, ``best`` their
+        length, and ``drafted`` the maximum number of positions that drafted tokens take in the cache.
         """
-        self.rankings, self._passes = rankings, target.ranking_passes(rankings, TOKENS_PER_RANKING)
+        self.rankings, self._passes = rankings, target.ranking_passes(rankings, best)
         self._cache, self._caches, self._drafted = Cache(shapes), bool(shapes), drafted + self._passes.largest
         self._masks = AttentionMasks(list(dict.fromkeys(windows)), hidden.dtype, hidden.device)
         self._new_hidden = hidden.new_zeros((self._passes.largest, hidden.shape[-1]))

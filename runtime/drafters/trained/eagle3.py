@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hdtool.data.errors import HeadsError
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses
@@ -161,10 +160,7 @@ def load_eagle3(published: PublishedDrafter, target: Target) -> tuple[Eagle3, li
         published.require_width(tensors["fc.weight"].shape[1] // 3, target)
     ids = tensors.pop(TARGET_IDS, None)
     if ids is not None and len(ids) > target.vocabulary:
-        raise HeadsError(
-            f"drafter {published.name} is for a model of {len(ids)} tokens, and this one has {target.vocabulary}: "
-            "name a drafter of this model"
-        )
+        published.require_vocabulary(len(ids), target)
     offsets = tensors.pop(OFFSETS, None)
     embeddings: Any = target.model.get_input_embeddings()
     drafter = Eagle3(settings, int(embeddings.weight.shape[1]), target_width)
@@ -176,13 +172,7 @@ def load_eagle3(published: PublishedDrafter, target: Target) -> tuple[Eagle3, li
         drafter.embed_tokens = embeddings
     else:
         drafter.embed_tokens = nn.Embedding.from_pretrained(embedding.to(target.device, target.dtype))
-    if offsets is not None:
-        drafter.token_ids = token_ids = (torch.arange(len(offsets)) + offsets).to(target.device)
-        if (
-            len(offsets) != drafter.lm_head.out_features
-            or not ((token_ids >= 0) & (token_ids < target.vocabulary)).all()
-        ):
-            raise HeadsError(f"drafter {published.name} drafts tokens that this model does not have: name another one")
+    drafter.token_ids = published.token_ids(offsets, drafter.lm_head.out_features, target)
     return drafter, layers_of(settings, int(target.config.num_hidden_layers))
 
 

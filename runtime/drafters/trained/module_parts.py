@@ -21,7 +21,5 @@ def topk_tokens(logits: torch.Tensor, number: int, token_ids: torch.Tensor | Non
 
     ``token_ids`` maps ids of the draft vocabulary to the target's; None if the drafter uses the target's vocabulary.
     """
-    logits = logits.float()
-    best = logits.topk(min(number, logits.shape[-1]), dim=-1)
-    tokens = best.indices if token_ids is None else token_ids[best.indices]
-    return tokens, (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
+    best = logits.softmax(dim=-1, dtype=torch.float32).topk(min(number, logits.shape[-1]), dim=-1)
+    return best.indices if token_ids is None else token_ids[best.indices], best.values

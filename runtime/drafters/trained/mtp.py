@@ -24,7 +24,7 @@ from hdtool.runtime.core.tolerances import distances, tolerance_of
 from hdtool.runtime.drafters.trained.checkpoints import loaded_once
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, ReadingPasses
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
-from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration
+from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration, Proposal
 from hdtool.runtime.drafters.trained.sequential import BlockDrafter, SequentialDrafter, TrainedDrafter
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, CacheRows
@@ -267,7 +267,7 @@ def mtp_drafter(target: Target, gate: Gate | None = None) -> TrainedDrafter:
         columns = target.watch_hidden()
     if layers.number > 1:
         module, calibration = MtpLayersInTurn(layers, target), Calibration(None, layers.number)
-        return BlockDrafter(module, calibration, columns, gate=gate, is_chain=True)
+        return BlockDrafter(module, calibration, columns, gate=gate, arrange=Proposal.in_turn)
     return SequentialDrafter(IteratedMtp(layers, target), columns=columns, gate=gate)
 
 

@@ -47,6 +47,20 @@ class Proposal(NamedTuple):
         after[:-1, 0] = np.arange(1, number)
         return cls(tokens, probs, after, np.full(number, NO_RANKING_AFTER), np.arange(number))
 
+    @classmethod
+    def in_tree(cls, tokens: Array, probs: Array) -> Proposal:
+        """Return a proposal of rankings that follow tokens of earlier rankings.
+
+        After its tokens, each row but the first holds the place of the token that it follows: the index of that
+        token's ranking, times the number of tokens in a ranking, plus the token's rank.
+        """
+        places, tokens, probs = tokens[1:, -1], tokens[:, :-1], probs[:, :-1]
+        after, depths = np.full(tokens.shape, NO_RANKING_AFTER), np.zeros(len(tokens), np.int64)
+        after.flat[places] = np.arange(1, len(tokens))
+        for ranking, place in enumerate(places, start=1):
+            depths[ranking] = depths[place // tokens.shape[1]] + 1
+        return cls(tokens, probs, after, np.full(len(tokens), NO_RANKING_AFTER), depths)
+
     def along(self, tokens: list[int]) -> list[int]:
         """Return the index of the ranking for each emitted token, up to the first token that has none."""
         rankings, at = list[int](), 0

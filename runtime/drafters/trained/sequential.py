@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -192,7 +193,7 @@ class TrainedDrafter:
 
 
 class BlockDrafter(TrainedDrafter):
-    """Drafts several tokens at once: the number and the order of its rankings don't depend on what they contain."""
+    """Drafts several tokens in one pass, which makes a fixed number of rankings."""
 
     def __init__(
         self,
@@ -202,13 +203,13 @@ class BlockDrafter(TrainedDrafter):
         *,
         source: SourceId = SourceId.HEADS,
         gate: Gate | None = None,
-        is_chain: bool = False,
+        arrange: Callable[[Array, Array], Proposal] = Proposal.in_parallel,
     ) -> None:
-        """``is_chain`` says that each ranking follows the best token of the one before, not any token of it."""
+        """``arrange`` makes a proposal of the module's rankings."""
         super().__init__(module, calibration, columns, source, gate)
-        self._is_chain = is_chain
+        self._arrange = arrange
         self.tokens = np.empty((0, 0), np.int64)
-        """Best tokens at each position after the last token read, ``[positions, best]``."""
+        """Best tokens of each ranking, ``[rankings, best]``."""
         self.probs = np.empty((0, 0))
         """Probability of each token in ``tokens``, given that the path before it is accepted."""
 
@@ -216,12 +217,12 @@ class BlockDrafter(TrainedDrafter):
     def propose(self, max_nodes: int) -> Proposal:
         """Read the queued tokens, and rank the next tokens; update ``tokens`` and ``probs``."""
         started = time.perf_counter()
-        (self.tokens, probs), _ = self._read()
-        self._buckets = prob_bucket(probs)
-        self.probs = self.calibration(np.arange(len(probs))[:, None], self._buckets)
+        ranked, _ = self._read()
+        proposal = self._arrange(*ranked)
+        self._buckets = prob_bucket(proposal.probs)
+        self.tokens, self.probs = proposal.tokens, self.calibration(proposal.depths[:, None], self._buckets)
         self.seconds += time.perf_counter() - started
-        make = Proposal.in_turn if self._is_chain else Proposal.in_parallel
-        self._proposed = make(self.tokens, self.probs)
+        self._proposed = proposal._replace(probs=self.probs)
         return self._proposed
 
 

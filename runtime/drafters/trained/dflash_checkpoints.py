@@ -1,0 +1,244 @@
+"""Loads DFlash and DSpark drafters from checkpoints of transformers, of their authors and of vLLM's speculators."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hdtool.data.errors import FamilyError, HeadsError, error_reason
+from hdtool.runtime.drafters.trained.dspark import MARKOV_KINDS, VANILLA, DSparkHeads, MarkovHead
+from hdtool.runtime.drafters.trained.module_parts import Norm
+from hdtool.runtime.model.pass_inputs import FULL, SLIDING, AttentionWindow, windows_of
+from hdtool.runtime.program.mixer_parts import epsilon_of
+
+if TYPE_CHECKING:
+    from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
+    from hdtool.runtime.target.target import Target
+
+RENAMED_PARAMETERS = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc.", "midlayer.": "layers.0."}
+"""Maps prefixes of tensor names in other checkpoints to those of transformers."""
+UNUSED_TENSORS = ("t2d", "verifier_", "mask_embedding", "rotary_emb.")
+"""Prefixes of the names of tensors that serve only training, or that follow from the configuration."""
+MARKOV, CONFIDENCE = "markov_head.", "confidence_head."
+LAYER_SETTINGS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_act",
+    "rms_norm_eps", "rope_parameters", "max_position_embeddings",
+)  # fmt: skip
+REQUIRED_SETTINGS = ("hidden_size", "block_size", "mask_token_id", "target_layer_ids")
+DEFAULT_RANK = 256
+"""Rank of the Markov head in drafters of speculators that don't state it."""
+
+
+@dataclass(frozen=True)
+class DFlashModel:
+    """A loaded drafter, on the device of its target."""
+
+    layers: Any
+    """Model of transformers that computes the hidden states of a block."""
+    layer_ids: list[int]
+    """Indices of the target's layers whose outputs it reads."""
+    block: int
+    """Number of tokens in a block, of which the first is the last accepted one."""
+    mask_token: int
+    windows: list[AttentionWindow]
+    embed: Callable[[torch.Tensor], torch.Tensor]
+    head: Callable[[torch.Tensor], torch.Tensor]
+    token_ids: torch.Tensor | None = None
+    """The target's id of each draft token; None if they are equal."""
+    causal: Collection[str] = ()
+    """Kinds of layers in which a token doesn't read those after it in the block."""
+    first: int = 1
+    """Index of the token in the block at which the first draft is predicted."""
+    heads: DSparkHeads | None = None
+
+    def check(self, published: PublishedDrafter, target: Target) -> None:
+        """Raise HeadsError if the drafter does not fit the target."""
+        number, ids = int(target.config.num_hidden_layers), self.layer_ids
+        if not ids or min(ids) < 0 or max(ids) >= number:
+            raise HeadsError(
+                f"drafter {published.name} reads layers {ids}, and this model has {number}: name a drafter of this "
+                "model"
+            )
+        if not 0 <= self.mask_token < target.vocabulary:
+            raise HeadsError(
+                f"drafter {published.name} reads token {self.mask_token} in place of drafts, and this model has tokens "
+                f"0 to {target.vocabulary - 1}: name a drafter of this model"
+            )
+
+
+def load_dflash(published: PublishedDrafter, target: Target) -> DFlashModel:
+    """Load a drafter; raise HeadsError if it does not fit the target, FamilyError if transformers is too old."""
+    try:
+        from transformers import CONFIG_MAPPING, MuseGlimmerAssistantModel
+    except ImportError:
+        raise FamilyError("DFlash drafters need transformers 5.23 or newer: update it") from None
+    kind = str(published.settings.get("model_type"))
+    if kind in CONFIG_MAPPING and hasattr(CONFIG_MAPPING[kind], "target_layer_ids"):
+        loaded = _load_transformers_format(published, target)
+    else:
+        loaded = _load_other_format(published, target, MuseGlimmerAssistantModel)
+    loaded.check(published, target)
+    return loaded
+
+
+def _load_transformers_format(published: PublishedDrafter, target: Target) -> DFlashModel:
+    from transformers import AutoModel
+
+    model = published.pretrained(AutoModel)
+    config = model.config
+    published.require_width(int(config.hidden_size), target)
+    return DFlashModel(
+        layers=_prepared(model, target),
+        layer_ids=list(config.target_layer_ids),
+        block=int(config.block_size),
+        mask_token=int(config.mask_token_id),
+        # A token's distance to the tokens that it reads is at most the window in these models, not less.
+        windows=[replace(each, window=each.window and each.window + 1) for each in windows_of(config)],
+        embed=without_norm(target.model.get_input_embeddings()),
+        head=target.model.get_output_embeddings(),
+    )
+
+
+def _load_other_format(published: PublishedDrafter, target: Target, library_model: Any) -> DFlashModel:
+    settings = _flat(published.settings)
+    if missing := [name for name in REQUIRED_SETTINGS if settings.get(name) is None]:
+        raise HeadsError(
+            f"drafter {published.name} cannot be loaded (no {missing[0]} in its settings): name another one"
+        )
+    kind, rank = str(settings.get("markov_head_type", VANILLA)), int(settings["markov_rank"])
+    if kind not in MARKOV_KINDS:
+        raise HeadsError(f"drafter {published.name} has a Markov head of kind {kind!r}: name another one")
+    try:
+        config = _config_of(settings)
+        model = library_model(config)
+    except Exception as error:  # settings of unknown kinds raise many
+        raise HeadsError(
+            f"drafter {published.name} cannot be loaded ({error_reason(error)}): name another one"
+        ) from error
+    published.require_width(int(config.hidden_size), target)
+    tensors = {
+        _renamed(name): tensor for name, tensor in published.tensors().items() if not name.startswith(UNUSED_TENSORS)
+    }
+    of_heads = {name: tensors.pop(name) for name in list(tensors) if name.startswith((MARKOV, CONFIDENCE))}
+    embedding, head, offsets = (tensors.pop(name, None) for name in ("embed_tokens.weight", "lm_head.weight", "d2t"))
+    published.fill(model, tensors, known_only=True)
+    for rows in (embedding, head if offsets is None else None, of_heads.get(f"{MARKOV}markov_w1.weight")):
+        if rows is not None:
+            published.require_vocabulary(len(rows), target)
+    drafted, is_causal = target.vocabulary if head is None else len(head), settings["is_causal"]
+    return DFlashModel(
+        layers=_prepared(model, target),
+        layer_ids=list(config.target_layer_ids),
+        block=int(settings["block_size"]),
+        mask_token=int(settings["mask_token_id"]),
+        windows=windows_of(config),
+        embed=_embedding(embedding, target, float(settings.get("input_embedding_scale", 1.0))),
+        head=_head(head, target),
+        token_ids=published.token_ids(offsets, drafted, target),
+        causal=(SLIDING,) if is_causal is None else (FULL, SLIDING) if is_causal else (),
+        first=0 if settings["sample_from_anchor"] else 1,
+        heads=_heads(of_heads, kind, rank, drafted, published, target) if rank else None,
+    )
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of either format in one dictionary, named as those of the authors."""
+    layer, own = settings.get("transformer_layer_config") or {}, settings.get("dflash_config") or {}
+    is_dspark = "dspark" in f"{settings.get('architectures')} {settings.get('speculators_model_type')}".lower()
+    flat = {
+        "markov_rank": DEFAULT_RANK if is_dspark and layer else 0,
+        "sample_from_anchor": is_dspark,
+        "is_causal": own.get("causal", False if settings.get("sliding_window_non_causal") else None),
+        **layer,
+        **settings,
+        **own,
+        "model_type": layer.get("model_type") or settings.get("model_type") or "qwen3",
+    }
+    if counted := flat.get("aux_hidden_state_layer_ids"):  # which counts the embeddings, too
+        flat["target_layer_ids"] = [int(number) - 1 for number in counted]
+    return flat
+
+
+def _config_of(settings: dict[str, Any]) -> Any:
+    """Return a configuration of transformers' DFlash model."""
+    from transformers import CONFIG_MAPPING, MuseGlimmerAssistantConfig
+
+    layer = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+    return MuseGlimmerAssistantConfig(
+        **{name: getattr(layer, name) for name in LAYER_SETTINGS},
+        head_dim=getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads,
+        layer_types=getattr(layer, "layer_types", None) or [FULL] * layer.num_hidden_layers,
+        sliding_window=getattr(layer, "sliding_window", None) or layer.max_position_embeddings,
+        target_layer_ids=[int(number) for number in settings["target_layer_ids"]],
+    )
+
+
+def _renamed(name: str) -> str:
+    for theirs, ours in RENAMED_PARAMETERS.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def _heads(
+    tensors: dict[str, torch.Tensor], kind: str, rank: int, drafted: int, published: PublishedDrafter, target: Target
+) -> DSparkHeads:
+    width = int(target.config.hidden_size)
+    weight = tensors.get(f"{CONFIDENCE}proj.weight")
+    confidence = None
+    if weight is not None:
+        confidence = nn.Linear(weight.shape[-1], 1, bias=f"{CONFIDENCE}proj.bias" in tensors)
+    heads = DSparkHeads(MarkovHead(kind, target.vocabulary, drafted, rank, width), confidence)
+    published.fill(heads, tensors, known_only=True)
+    return heads.to(target.device, target.dtype).requires_grad_(False).eval()
+
+
+def _embedding(weight: torch.Tensor | None, target: Target, scale: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the embedding of a drafter, which scales its target's or its own weights by ``scale``."""
+    shared = without_norm(target.model.get_input_embeddings())
+    if weight is not None and not _is_copy(weight, shared):
+        shared = nn.Embedding.from_pretrained(weight.to(target.device, target.dtype))
+    factor = scale / float(getattr(shared, "embed_scale", 1.0))
+    return shared if factor == 1 else lambda tokens: shared(tokens) * factor
+
+
+def _head(weight: torch.Tensor | None, target: Target) -> Callable[[torch.Tensor], torch.Tensor]:
+    shared: Any = target.model.get_output_embeddings()
+    if weight is None or _is_copy(weight, shared):
+        return shared  # type: ignore[no-any-return]
+    own = weight.to(target.device, target.dtype)
+    return lambda states: functional.linear(states, own)
+
+
+def _is_copy(weight: torch.Tensor, module: Any) -> bool:
+    """Return True if a module of the target has the same weight, so that the drafter needs none of its own."""
+    kept: Any = getattr(module, "weight", None)
+    is_plain = type(kept) is nn.Parameter and kept.is_floating_point() and kept.shape == weight.shape
+    return is_plain and torch.equal(weight.to(kept), kept)
+
+
+def without_norm(embedding: Any) -> Any:
+    """Return token embeddings without the norm that some models apply to them."""
+    if not hasattr(embedding, "embed_norm"):
+        return embedding
+    bare = copy.copy(embedding)  # shares the parameters
+    bare._modules = {**embedding._modules, "embed_norm": torch.nn.Identity()}
+    return bare
+
+
+def _prepared(model: Any, target: Target) -> Any:
+    """Return a drafter's model on the target's device; its RMSNorms, of six kernels each, become fused ones."""
+    for module in list(model.modules()):
+        for name, norm in module.named_children():
+            epsilon = epsilon_of(norm) if type(norm).__name__.endswith("RMSNorm") else None
+            if epsilon is not None:
+                fused = Norm(len(norm.weight), epsilon)
+                fused.weight = norm.weight
+                setattr(module, name, fused)
+    return model.to(target.device, target.dtype).requires_grad_(False).eval()
