@@ -182,7 +182,8 @@ class DecodeConfig(Settings, panel=Panel.DRAFTING):
     )
     drafter: str | None = rare_setting(
         None,
-        "Folder or name of the draft model of methods drafter and hd+drafter: a small model with this tokenizer.",
+        "Folder or name of the draft model of methods drafter and hd+drafter: EAGLE-3, DFlash or DSpark for this "
+        "model, or a small model with this tokenizer.",
         use=Use(methods=tuple(name for name in TRAINED if METHODS[name].trained == DRAFT_MODEL)),
     )
     history: str = setting(MEMORY, HISTORY_HELP, values=HISTORIES, use=Use(methods=TAKE_HISTORY))
