@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.trained import dspark
 from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
 from hdtool.runtime.drafters.trained.dflash import DFlashPasses
@@ -22,9 +23,10 @@ from hdtool.runtime.drafters.trained.dflash_checkpoints import DFlashModel, load
 from hdtool.runtime.drafters.trained.proposal import Proposal, best_paths
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, published_drafter
 from hdtool.runtime.engines.capture_interface import CaptureMaker, never
+from hdtool.runtime.engines.cuda.ranking_passes import RankingPasses
 from hdtool.runtime.model.pass_inputs import TransferBuffer
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import answer_of
+from tests.support.decoding import answer_of, assert_answers_of_batch
 from tests.support.interleaving import Interleaving
 from tests.support.oracle import prompt_of
 from tests.support.published_drafters import KEY_HEADS, block_drafter, six_layers
@@ -301,6 +303,33 @@ def test_weights_of_the_target_are_shared(tmp_path: Path) -> None:
     save_file(tensors | {"embed_tokens.weight": tensors["embed_tokens.weight"] + 1}, tmp_path / "model.safetensors")
     other = loaded(tmp_path, target)
     assert other.head is found.head and torch.equal(other.embed(torch.tensor([3])), found.embed(torch.tensor([3])) + 1)
+
+
+def test_the_host_learns_while_all_blocks_of_a_batch_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = six_layers()
+    target = Target(model, lambda device: Replayed())
+    folder = block_drafter(tmp_path, model, markov="vanilla")
+    drafters = [Hierarchy(budget=FixedBudget(8), trained=published_drafter(str(folder), target)) for _ in range(3)]
+    target.prepare(target.allocate(3))
+    events = list[str]()
+
+    def noted(kind: Any, name: str) -> None:
+        usual = getattr(kind, name)
+
+        def run(*given: Any) -> Any:
+            events.append(name)
+            return usual(*given)
+
+        monkeypatch.setattr(kind, name, run)
+
+    prompts = [prompt_of(length) for length in (4, 11, 7)]
+    for kind, name in ((DFlashPasses, "start"), (RankingPasses, "_wait"), (Hierarchy, "_catch_up")):
+        noted(kind, name)
+    assert_answers_of_batch(target, prompts, drafters, 3, 12)
+    text = " ".join(events)
+    assert text.count("start _catch_up start _catch_up start _catch_up _wait _wait _wait") > 2
 
 
 def drafter_of(folder: Path, target: Target) -> Drafter:

@@ -233,6 +233,8 @@ class Hierarchy(Drafter, Uncopyable):
         """Grow the trees of several ``Hierarchy`` drafters in one compiled call."""
         began = time.perf_counter()
         max_nodes = [drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)]
+        for drafter, wanted in zip(drafters, max_nodes, strict=True):
+            drafter.await_proposal(wanted)
         if not any(max_nodes):
             return [DraftTree.bare(context[-1]) for context in contexts]
         grown, started = np.zeros(len(max_nodes), np.int64), time.perf_counter()
@@ -251,20 +253,27 @@ class Hierarchy(Drafter, Uncopyable):
         return [drafter._verified_part(context, size) for drafter, context, size in parts]
 
     def prepare(self, context: Sequence[int]) -> int:
-        """Prepare the inputs for growing a tree; return how many nodes to grow, or 0 if this step should not draft."""
+        """Prepare the inputs for growing a tree; return how many nodes to grow, or 0 if this step should not draft.
+
+        A trained drafter may draft on the device meanwhile, until ``await_proposal``.
+        """
         max_nodes = min(self.budget.max_nodes, LARGEST_TREE)
         if not max_nodes:
             self.work["expected"] = self._nodes = 0
             return 0
+        self._is_proposing = self._trained is not None and self._trained.begin_draft()
         self._catch_up()
         self.work["position"] = len(context)
-        if self._trained and self._trained.begin_draft():
-            note_proposal(self._proposed[0], self._trained.source, self._trained.propose(max_nodes))
         self._plugins.predict(context)
         if self._drafts % TIMED_EVERY == 0:
             self._timed[0] = HAS_CLOCK
         self._drafts += 1
         return max_nodes
+
+    def await_proposal(self, max_nodes: int) -> None:
+        """Wait for the proposal of the trained drafter that ``prepare`` began, if any."""
+        if max_nodes and self._is_proposing and self._trained:
+            note_proposal(self._proposed[0], self._trained.source, self._trained.propose(max_nodes))
 
     def _note_growing(self, seconds: float, cost: float) -> None:
         """Record the seconds spent on growing the tree and, for the budget, what drafting it cost."""

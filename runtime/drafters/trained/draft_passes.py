@@ -73,16 +73,20 @@ class ReadingPasses:
     def skip(self, tokens: int) -> None:
         self.begin([])
 
-    @torch.inference_mode()
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
         """Read accepted tokens; return the best tokens after the last one, and their probabilities."""
+        return self.start(hidden, tokens)()
+
+    @torch.inference_mode()
+    def start(self, hidden: torch.Tensor, tokens: list[int]) -> Callable[[], Ranked]:
+        """Start to read accepted tokens; return a function that waits for what ``read`` returns."""
         if not self._caches:
             hidden, tokens = hidden[-1:], tokens[-1:]
         for start in range(0, len(tokens), READ_CHUNK):
-            ranked = self._read(hidden[start : start + READ_CHUNK], tokens[start : start + READ_CHUNK])
-        return ranked
+            results = self._start(hidden[start : start + READ_CHUNK], tokens[start : start + READ_CHUNK])
+        return results
 
-    def _read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
+    def _start(self, hidden: torch.Tensor, tokens: list[int]) -> Callable[[], Ranked]:
         new = len(tokens)
         size = self._passes.size_for(new)
         if self._passes.captures(new):
@@ -91,9 +95,9 @@ class ReadingPasses:
             hidden = self._new_hidden[:size]
         extent, words = self._reserved(size), self._words(tokens, size)
         rank_last = partial(self._rank_last, hidden, extent)
-        ranked = self._passes.run(("read", size, extent), words, self.rankings, rank_last)
+        results = self._passes.start(("read", size, extent), words, self.rankings, rank_last)
         self._accept(new)
-        return ranked
+        return results
 
     def _words(self, tokens: list[int], size: int) -> list[int]:
         """Return the last token's row, the tokens and their places in the cache, padded to ``size`` rows."""

@@ -312,11 +312,11 @@ class MtpLayersInTurn(ReadingPasses):
         self._tokens: list[int] = []
         """Hidden states and tokens of the accepted positions that not all layers have read with accepted tokens."""
 
-    def _read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
+    def _start(self, hidden: torch.Tensor, tokens: list[int]) -> Callable[[], Ranked]:
         if self._hidden is not None:
             hidden, tokens = torch.cat([self._hidden, hidden]), self._tokens + tokens
         self._hidden, self._tokens = hidden, tokens
-        return super()._read(hidden, tokens)
+        return super()._start(hidden, tokens)
 
     def _accept(self, new: int) -> None:
         kept = max(0, new - (self._layers.number - 1))

@@ -184,12 +184,20 @@ class TrainedDrafter:
             self.calibration.learn(proposed, self._buckets, accepted.tokens)
         self._accepted.add(accepted, verified)
 
-    def _read(self) -> tuple[Ranked, int]:
-        """Read the queued tokens; return the rankings after the last one, and the number of tokens."""
+    def _take(self) -> tuple[torch.Tensor, list[int]]:
+        """Empty the queue; return the tokens that the module must read next, after their hidden states."""
         hidden, tokens, skipped = self._accepted.take()
         if skipped:
             self._reader.skip(skipped)
-        return self._reader.read(hidden, tokens), len(tokens)
+        return hidden, tokens
+
+
+class BlockModule(ReadingModule, Protocol):
+    """A reading module that computes while the host does other work."""
+
+    def start(self, hidden: torch.Tensor, tokens: list[int]) -> Callable[[], Ranked]:
+        """Start to read accepted tokens; return a function that waits for what ``read`` returns."""
+        ...
 
 
 class BlockDrafter(TrainedDrafter):
@@ -197,7 +205,7 @@ class BlockDrafter(TrainedDrafter):
 
     def __init__(
         self,
-        module: ReadingModule,
+        module: BlockModule,
         calibration: Calibration,
         columns: slice,
         *,
@@ -207,18 +215,27 @@ class BlockDrafter(TrainedDrafter):
     ) -> None:
         """``arrange`` makes a proposal of the module's rankings."""
         super().__init__(module, calibration, columns, source, gate)
-        self._arrange = arrange
+        self._module, self._arrange = module, arrange
+        self._results: Callable[[], Ranked]
+        """Waits for the pass that ``begin_draft`` started."""
         self.tokens = np.empty((0, 0), np.int64)
         """Best tokens of each ranking, ``[rankings, best]``."""
         self.probs = np.empty((0, 0))
         """Probability of each token in ``tokens``, given that the path before it is accepted."""
 
     @torch.inference_mode()
+    def begin_draft(self) -> bool:
+        """Begin a step that drafts, and start the pass that ``propose`` waits for, if this drafter runs."""
+        if runs := super().begin_draft():
+            started = time.perf_counter()
+            self._results = self._module.start(*self._take())
+            self.seconds += time.perf_counter() - started
+        return runs
+
     def propose(self, max_nodes: int) -> Proposal:
-        """Read the queued tokens, and rank the next tokens; update ``tokens`` and ``probs``."""
+        """Rank the tokens that may follow those that were queued; update ``tokens`` and ``probs``."""
         started = time.perf_counter()
-        ranked, _ = self._read()
-        proposal = self._arrange(*ranked)
+        proposal = self._arrange(*self._results())
         self._buckets = prob_bucket(proposal.probs)
         self.tokens, self.probs = proposal.tokens, self.calibration(proposal.depths[:, None], self._buckets)
         self.seconds += time.perf_counter() - started
@@ -279,9 +296,9 @@ class SequentialDrafter(TrainedDrafter):
     @torch.inference_mode()
     def propose(self, max_nodes: int) -> Proposal:
         started = time.perf_counter()
-        ranked, read = self._read()
-        rows = self._store_rankings(ranked, 0, 0, 1.0)
-        self._spent(started, read)
+        hidden, tokens = self._take()
+        rows = self._store_rankings(self._reader.read(hidden, tokens), 0, 0, 1.0)
+        self._spent(started, len(tokens))
         first = 0
         for depth in range(1, min(self._passes, max_nodes - 1) + 1):
             chosen = self._choose_extensions(first, rows, max_nodes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -55,7 +56,13 @@ class RankingPasses:
             self._captured.clear()
 
     def run(self, shape: Shape, words: list[int], rankings: int, rank: Callable[[torch.Tensor], TopTokens]) -> Ranked:
-        """Return the first ``rankings`` that ``rank`` computes from ``words``.
+        """Return the first ``rankings`` that ``rank`` computes from ``words``; see ``start``."""
+        return self.start(shape, words, rankings, rank)()
+
+    def start(
+        self, shape: Shape, words: list[int], rankings: int, rank: Callable[[torch.Tensor], TopTokens]
+    ) -> Callable[[], Ranked]:
+        """Start to compute rankings from ``words``; return a function that waits for the first ``rankings``.
 
         ``shape``, which begins with the kind and the number of rows, determines the number of words and all else that
         ``rank`` reads on the host.
@@ -67,9 +74,12 @@ class RankingPasses:
             captured = self._captured_run(shape, lambda: self._write(rank(self._input.device[:number])))
             if captured and captured.run:
                 captured.run()
-                return self._wait(rankings, captured.output)
+                self._clock.start()
+                self._output.fetch(len(self._output.host))
+                self._clock.stop()
+                return partial(self._wait, rankings, captured.output)
         tokens, probs = (part[:rankings].cpu().numpy() for part in rank(given.to(self._device)))
-        return tokens, probs
+        return lambda: (tokens, probs)
 
     def _captured_run(self, shape: Shape, compute: Callable[[], int]) -> CapturedRun[int] | None:
         """Return a pass as captured; from now on None for all passes if it can't be captured."""
@@ -87,9 +97,6 @@ class RankingPasses:
         return best
 
     def _wait(self, rankings: int, best: int | None) -> Ranked:
-        self._clock.start()
-        self._output.fetch(len(self._output.host))
-        self._clock.stop()
         self._clock.seconds()  # waits
         tokens, probs = (part[:rankings, :best].numpy().copy() for part in self._parts_of(self._output.host))
         return tokens, probs
