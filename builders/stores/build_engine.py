@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.builders.stores.sequences import CountedDocuments, FrequentSequences, most_frequent, tokenized
-from hdtool.data.documents import Document
+from hdtool.data.documents import Document, Tokens
 from hdtool.data.processes import isolated_children
 from hdtool.data.progress import progress_bar
 from hdtool.data.texts_and_traces import RecordReader
@@ -68,8 +68,6 @@ def _group(tokens: Ints, frequent: FrequentSequences, prefix: int, per_key: int)
         counts=counts[chosen],
     )
 
-
-Tokens = npt.NDArray[Any]
 
 SORT_MEMORY_FACTOR = 8
 """Peak memory for sorting a shard, as a multiple of the size of its tokens; the output is included."""

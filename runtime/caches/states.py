@@ -52,7 +52,7 @@ def state_shapes(used: DynamicCache) -> list[StateShape]:
     ]
 
 
-Names = tuple[StateName, ...]
+StateNames = tuple[StateName, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class States:
     States of equal shape, dtype and device share a tensor ``[states, sequences, ...]``.
     """
 
-    stacks: Mapping[Names, torch.Tensor]
+    stacks: Mapping[StateNames, torch.Tensor]
 
     @classmethod
     def zeros(cls, shapes: Iterable[StateShape], sequences: int) -> States:

@@ -19,7 +19,7 @@ from hdtool.runtime.caches.moves import MAX_DEFERRED_MOVES
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree, mark_ancestors
 from hdtool.runtime.kernels.compiled import compiled
 
-Mask = torch.Tensor | dict[str, torch.Tensor | None] | None
+AttentionMask = torch.Tensor | dict[str, torch.Tensor | None] | None
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ class AttentionMasks:
         self._visible = torch.zeros((), dtype=dtype, device=device)
         self._hidden = torch.full((), self._mask_value, dtype=dtype, device=device)
 
-    def of_trees(self, trees: Sequence[DraftTree], lengths: Sequence[int], step: StepTensors | None = None) -> Mask:
+    def of_trees(
+        self, trees: Sequence[DraftTree], lengths: Sequence[int], step: StepTensors | None = None
+    ) -> AttentionMask:
         """Return the mask ``[trees, 1, rows, longest + rows]`` for trees after contexts of these ``lengths``.
 
         Trees are padded to the size of the largest. Their padding rows attend to the first token, since no row may be
@@ -119,16 +121,16 @@ class AttentionMasks:
                 of_tree[:, len(tree) + 1 :, 0], of_tree[:, len(tree) + 1 :, 1:] = 0.0, self._mask_value
         return self._by_kind(masks)
 
-    def continuation_mask(self, rows: int, length: int) -> Mask:
+    def continuation_mask(self, rows: int, length: int) -> AttentionMask:
         """Return the causal mask ``[1, 1, rows, length + rows]`` of prompt tokens after ``length`` cached ones."""
         return self.causal_mask(torch.arange(length, length + rows, device=self._device), length + rows)
 
-    def causal_mask(self, positions: torch.Tensor, extent: int) -> Mask:
+    def causal_mask(self, positions: torch.Tensor, extent: int) -> AttentionMask:
         """Compute the causal mask ``[1, 1, rows, extent]`` of tokens at these ``positions`` of the cache."""
         columns = torch.arange(extent, device=positions.device)
         return self._by_kind(self._hiding((columns <= positions[:, None])[None], positions[None], columns))
 
-    def block_mask(self, positions: torch.Tensor, extent: int) -> Mask:
+    def block_mask(self, positions: torch.Tensor, extent: int) -> AttentionMask:
         """Compute the mask ``[1, 1, rows, extent]`` of a block of tokens that also read those after them.
 
         A mask of one row is that of all rows.
@@ -138,7 +140,7 @@ class AttentionMasks:
 
     def on_device(
         self, ancestor_mask: torch.Tensor, positions: torch.Tensor, length: torch.Tensor, extent: int
-    ) -> Mask:
+    ) -> AttentionMask:
         """Compute the mask ``[slots, 1, rows, extent]`` on the device, from ancestor bit masks ``[slots, rows]``.
 
         Its shape does not depend on the contexts' ``length``. Padding rows attend to the context and the root, so that
@@ -157,7 +159,7 @@ class AttentionMasks:
 
     def on_device_for_rows(
         self, ancestor_mask: torch.Tensor, positions: torch.Tensor, length: torch.Tensor, extent: int
-    ) -> Mask:
+    ) -> AttentionMask:
         """Compute the mask ``[1, 1, rows, extent]`` of some nodes of a tree, whose other rows are in the cache.
 
         The arguments are those of ``on_device`` for a single slot, without the root's row. Since the positions of other
@@ -171,7 +173,7 @@ class AttentionMasks:
         visible = (window.visible(related, positions, columns).to(self._device) for window in self._windows)
         return [torch.where(shown, self._visible, self._hidden)[:, None] for shown in visible]
 
-    def _by_kind(self, of_windows: list[torch.Tensor]) -> Mask:
+    def _by_kind(self, of_windows: list[torch.Tensor]) -> AttentionMask:
         if len(of_windows) == 1:
             return of_windows[0]
         masks: dict[str, torch.Tensor | None] = {
@@ -209,7 +211,7 @@ class CacheRows(NamedTuple):
     """Cache position of each row."""
     extent: int
     """Number of positions that the pass reads; the mask hides some of them."""
-    mask: Mask
+    mask: AttentionMask
 
     @property
     def cache(self) -> IndexedKVCache:

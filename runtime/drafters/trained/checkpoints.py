@@ -19,17 +19,17 @@ from hdtool.runtime.weights.checkpoint_identity import place_of
 if TYPE_CHECKING:
     from hdtool.runtime.target.target import Target
 
-Loaded = TypeVar("Loaded")
+T = TypeVar("T")
 LOADED_BY_TARGET: WeakKeyDictionary[Target, dict[str, Any]] = WeakKeyDictionary()
 """Results of ``loaded_once`` by target and name."""
 
 
-def loaded_once(target: Target, name: str, load: Callable[[], Loaded]) -> Loaded:
+def loaded_once(target: Target, name: str, load: Callable[[], T]) -> T:
     """Return the result of ``load``, which is called only once for each target and name."""
     loaded = LOADED_BY_TARGET.setdefault(target, {})
     if name not in loaded:
         loaded[name] = load()
-    return cast(Loaded, loaded[name])
+    return cast(T, loaded[name])
 
 
 EAGLE3, DFLASH, GEMMA_ASSISTANT, SMALL_MODEL = "EAGLE-3", "DFlash", "assistant", "model"

@@ -19,7 +19,7 @@ from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape
 from hdtool.runtime.caches.library_views import KVView
 from hdtool.runtime.caches.states import has_states
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
-from hdtool.runtime.model.pass_inputs import AttentionMasks, AttentionWindow, Mask
+from hdtool.runtime.model.pass_inputs import AttentionMask, AttentionMasks, AttentionWindow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,7 +35,7 @@ MASKED_BY_KIND = ("sliding_window", "attention_chunk_size")
 KNOWN_CODE = ("torch", "transformers", "hdtool", "accelerate")
 ROWS = 4
 """Number of rows of the tree: the root and its children."""
-Forward = Callable[[list[list[int]], Sequence[Sequence[int]], Mask, Cache], torch.Tensor]
+Forward = Callable[[list[list[int]], Sequence[Sequence[int]], AttentionMask, Cache], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: i
     return _SharedContext(storage)
 
 
-def _with_hidden(mask: Mask, start: int, hidden: int) -> Mask:
+def _with_hidden(mask: AttentionMask, start: int, hidden: int) -> AttentionMask:
     """Return the mask with ``hidden`` fully masked columns inserted at ``start``."""
     if isinstance(mask, dict):
         return {kind: None if part is None else _inserted(part, start, hidden) for kind, part in mask.items()}

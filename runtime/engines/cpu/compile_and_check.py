@@ -37,7 +37,7 @@ from hdtool.runtime.kernels.code_folder import mark_compiled
 from hdtool.runtime.kernels.compile_process import PASSES, wait_until_compiled
 from hdtool.runtime.kernels.thread_pool import shared_thread_pool
 from hdtool.runtime.kernels.vector_code import LANES
-from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, Mask, sent_step
+from hdtool.runtime.model.pass_inputs import FULL, AttentionMask, AttentionMasks, AttentionWindow, sent_step
 from hdtool.runtime.model.transformers_internals import cache_argument
 from hdtool.runtime.program.embedding_and_head import (
     norms_and_activations_match,
@@ -59,7 +59,7 @@ CONTEXT_LENGTHS = (0, 37, 150)
 """Context lengths at which some layers are compared: with a tree for the second length, a bare root for the others."""
 BATCH_LENGTHS, BATCH_NODES = (5, 20), (2, 4)
 """Context lengths and sizes of two chains that are compared in one pass."""
-Case = tuple[KVTensors, SlotKVCache, torch.Tensor, Mask, torch.Tensor | None, Sequence[DraftTree]]
+Case = tuple[KVTensors, SlotKVCache, torch.Tensor, AttentionMask, torch.Tensor | None, Sequence[DraftTree]]
 """``(storage, cache, positions, masks, mask, trees)`` of a compared pass.
 
 ``masks`` are Transformers' masks. ``mask`` is the compiled code's, which ignores attention windows. ``trees`` is empty
@@ -256,7 +256,7 @@ class _LayerProof:
             distances.append(distance(ours, theirs, theirs))
         return expected if all(gap <= TOLERANCE for gap in distances) else None
 
-    def _other_inputs(self, number: int, case: Case, mask: Mask) -> dict[str, Any]:
+    def _other_inputs(self, number: int, case: Case, mask: AttentionMask) -> dict[str, Any]:
         """Return a layer's keyword arguments for its per-layer input, other layers' keys and values, and embeddings."""
         storage, cache, positions, *_ = case
         part, arguments = self._parts.layers[number], dict[str, Any]()

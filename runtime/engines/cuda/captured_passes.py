@@ -24,7 +24,7 @@ from hdtool.runtime.engines.cuda.library_attention import TreeAttention
 from hdtool.runtime.engines.cuda.static_steps import StaticSteps
 from hdtool.runtime.engines.reference.program_pass import ProgramPass
 from hdtool.runtime.engines.step_interface import StepOutput, StepPass
-from hdtool.runtime.model.pass_inputs import Mask
+from hdtool.runtime.model.pass_inputs import AttentionMask
 from hdtool.runtime.model.placement import not_on_one_device_reason
 from hdtool.runtime.model.refusals import context_limit, deviation
 
@@ -63,7 +63,7 @@ class LibraryPass:
             raise NotImplementedError("layers that do not look their attention up")
         return output
 
-    def _pass(self, step: StepTensors, storage: KVTensors, masks: Mask, extent: int) -> StepOutput:
+    def _pass(self, step: StepTensors, storage: KVTensors, masks: AttentionMask, extent: int) -> StepOutput:
         stock = self._stock
         indices = step.length[:, None] + torch.arange(step.tokens.shape[1], device=step.length.device)
         cache = IndexedKVCache(storage, indices, extent)

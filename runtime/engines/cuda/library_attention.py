@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdtool.runtime.engines.reference.operations import HeadLayout
-from hdtool.runtime.model.pass_inputs import AttentionWindow, Mask
+from hdtool.runtime.model.pass_inputs import AttentionMask, AttentionWindow
 from hdtool.runtime.model.transformers_internals import attention_by
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class TreeAttention:
         self.calls = 0
 
     @contextmanager
-    def replacing(self, model: Any, step: StepTensors) -> Iterator[Mask]:
+    def replacing(self, model: Any, step: StepTensors) -> Iterator[AttentionMask]:
         """Replace the model's attention within this block; yield the masks to pass to the model."""
         self._operations.begin(step, 0)
         window_masks = [torch.zeros((1, 1, 1, 1), device=step.length.device) for _ in self._windows]

@@ -18,7 +18,7 @@ from hdtool.runtime.program.embedding_and_head import ACTIVATIONS, Rotary
 from hdtool.runtime.program.model_families import ROUNDED_FIRST, NormKind
 
 if TYPE_CHECKING:
-    from hdtool.runtime.model.pass_inputs import AttentionMasks, Mask, StepTensors
+    from hdtool.runtime.model.pass_inputs import AttentionMask, AttentionMasks, StepTensors
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Operations:
         masks = self._masks.on_device(step.ancestor_mask, step.positions, step.length, extent)
         self.begin_rows(places, masks, extent)
 
-    def begin_rows(self, places: torch.Tensor, masks: Mask, extent: int) -> None:
+    def begin_rows(self, places: torch.Tensor, masks: AttentionMask, extent: int) -> None:
         """Begin a pass whose rows are written to the cache at ``places [slots, rows]`` and read what ``masks`` show."""
         self._places, self._extent = places, extent
         if self._shifted:

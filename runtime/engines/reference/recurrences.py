@@ -14,7 +14,7 @@ import torch
 from torch.nn import Conv1d
 from torch.nn.functional import silu
 
-from hdtool.runtime.caches.states import CONV, RECURRENT, Names, StateName, States
+from hdtool.runtime.caches.states import CONV, RECURRENT, StateName, StateNames, States
 from hdtool.runtime.engines.reference.tree_indices import TreeIndices
 
 
@@ -187,7 +187,7 @@ class StackedStates:
 
     def __init__(self, layers: Sequence[MixerStates], states: States) -> None:
         changes = {name: change for layer in layers for name, change in layer.changes.items()}
-        self._changes: dict[Names, Changes] = {
+        self._changes: dict[StateNames, Changes] = {
             names: type(changes[names[0]])(*map(torch.stack, zip(*(changes[name] for name in names), strict=True)))
             for names in states.stacks
         }

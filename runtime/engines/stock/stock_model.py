@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache as LibraryCache
 
 from hdtool.runtime.core.engine_interface import PassLog
 from hdtool.runtime.model.hidden_states import HiddenStates
-from hdtool.runtime.model.pass_inputs import AttentionMasks, Mask, windows_of
+from hdtool.runtime.model.pass_inputs import AttentionMask, AttentionMasks, windows_of
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.quantization import RowByRow
 from hdtool.runtime.model.transformers_internals import cache_name, last_logits_of_all_rows, last_logits_only, takes
@@ -47,7 +47,7 @@ class StockModel:
         self,
         tokens: list[list[int]],
         positions: Sequence[Sequence[int]],
-        mask: Mask,
+        mask: AttentionMask,
         cache: LibraryCache,
         **options: Any,
     ) -> torch.Tensor:
@@ -61,7 +61,7 @@ class StockModel:
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
-        mask: Mask,
+        mask: AttentionMask,
         cache: LibraryCache | None,
         **options: Any,
     ) -> Any:
