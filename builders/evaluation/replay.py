@@ -182,7 +182,7 @@ class ReplayResult:
         tokens = np.concatenate([turn.tokens for turn in self.turns])
         origins = np.concatenate([turn.sources for turn in self.turns])
         shares = {}
-        for source in SourceId:
+        for source in sorted(SourceId):
             seconds = self.source_seconds.get(source, 0.0)
             if source and (drafted[source] or seconds):
                 taken = tokens[origins == source]

@@ -37,7 +37,10 @@ class Source:
 
 
 class SourceId(IntEnum):
-    """Numeric id of the source that drafted a node of a draft tree; ``str`` gives the name that users see."""
+    """Numeric id of the source that drafted a node of a draft tree; ``str`` gives the name that users see.
+
+    Charts show sources in this order, statistics in the order of the numbers.
+    """
 
     built_in: Source | None
 

@@ -293,7 +293,7 @@ class Stats:
     @property
     def sources(self) -> list[SourceId]:
         """Sources that drafted at least one node, or in which time was spent."""
-        active = (source for source in SourceId if self.drafted[source] or self.source_seconds[source])
+        active = (source for source in sorted(SourceId) if self.drafted[source] or self.source_seconds[source])
         return [source for source in active if source]
 
     @property

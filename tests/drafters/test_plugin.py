@@ -200,3 +200,9 @@ def test_an_unknown_name_or_letter_is_an_error() -> None:
     for unknown in ("weather", "?", ""):
         with pytest.raises(OptionError, match="there is no source"):
             source_of(unknown)
+
+
+def test_statistics_list_sources_by_their_numbers() -> None:
+    stats = Stats()
+    stats.source_seconds[[SourceId.HISTORY, SourceId.MODEL, SourceId.CONTEXT]] = 1
+    assert stats.sources == [SourceId.CONTEXT, SourceId.MODEL, SourceId.HISTORY]
