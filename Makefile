@@ -87,8 +87,9 @@ types: .venv/installed-dev
 docs: .venv/installed-dev
 	$(BIN)/python -m tests.command_reference
 
-# The pictures of the chat page in the docs; they need Chromium, and the stores that README's commands make.
+# The pictures of the terminal and of the chat page; they need the stores that README's commands make, and Chromium.
 pictures: .venv/smollm2 .venv/installed-dev
+	$(BIN)/python -m tests.picture
 	$(BIN)/python -m tests.page_pictures
 
 bench: .venv/installed-dev

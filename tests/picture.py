@@ -1,6 +1,7 @@
 """Draw the terminal session of the README: ``python -m tests.picture`` runs the command and writes the SVG.
 
-It drafts from the stores in hdtool's home, made as the README says; each token has the colour of its source.
+It drafts from the stores in hdtool's home, made as the README says; each token has the colour of its source. Of the
+figures of ``--stats``, the picture leaves out the times, which are those of one machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ QUESTION = (
     "Rewrite in the past tense: I walk to the store, I buy two apples, and I give one of them to my sister. "
     "She thanks me, and we walk home together."
 )
-SHOWN = ["hdtool", "generate", "smollm2", "--activations", "int8", "--draft-tokens", "16", "--color", "--stats"]
+SHOWN = ["hdtool", "generate", "smollm2", "--activations", "int8", "--draft-tokens", "16", "--show-drafts", "--stats"]
 COLUMNS, CELL, LINE, MARGIN = 96, 8.4, 20, 18
 BACKGROUND, PLAIN, FAINT = "#0d1117", "#e6edf3", "#8b949e"
 COLOR = re.compile(r"\033\[([\d;]+)m")
@@ -38,9 +39,9 @@ def session() -> list[list[Run]]:
         env=os.environ | {"FORCE_COLOR": "1"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     typed: list[Run] = [("$ ", FAINT), (" ".join(SHOWN) + " \\\n    " + f'"{QUESTION}"\n', PLAIN)]
-    figures = [line for line in printed.stderr.splitlines() if "tokens per step" in line]
+    figures = re.findall(r"^(\d+ tokens) in .*?, (\d+ steps \(.*? per step\))", printed.stderr, re.MULTILINE)
     legend = [line for line in printed.stderr.splitlines() if line.startswith("drafted by")]
-    below = "\n" + "\n".join([*(line.replace(", a step", ",\na step") for line in figures), *legend])
+    below = "\n" + "\n".join([*legend, *(" in ".join(parts) for parts in figures)])
     return wrapped([*typed, *runs(printed.stdout, PLAIN), *runs(below, FAINT)])
 
 
