@@ -1,4 +1,4 @@
-"""Replays all methods by task, cold and warm, as in the tables of docs/benchmarks/methods.md.
+"""Replays all methods by task, cold and warm, as in the tables of docs/benchmarks/drafting.md.
 
     hdtool collect --model MODEL --prompts question.jsonl --out traces.jsonl --max-new-tokens 128 --rankings 61
     python -m tests.benchmarks.methods traces.jsonl --model MODEL --model-db FOLDER --corpus-db FOLDER
