@@ -48,7 +48,7 @@ def skip_passes(target: Target) -> None:
     assert compiled
     for one in compiled._passes.values():
         one._walk_results[:] = 1, 1
-        one._argmax_walks[:, :, 0] = TOKEN, ROOT
+        one._memory["argmax_walks"][:, :, 0] = TOKEN, ROOT
 
     @numba.njit  # type: ignore[untyped-decorator]
     def no_pass(at: int, threads: int, slots: int, tokens: Any, parents: Any, forced: Any, *rest: Any) -> bool:
