@@ -50,7 +50,7 @@ def skip_passes(target: Target) -> None:
         one._walk_results[:] = 1, 1
         one._memory["argmax_walks"][:, :, 0] = TOKEN, ROOT
 
-    @numba.njit  # type: ignore[untyped-decorator]
+    @numba.njit
     def no_pass(at: int, threads: int, slots: int, tokens: Any, parents: Any, forced: Any, *rest: Any) -> bool:
         return True
 
