@@ -80,6 +80,13 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "FalconH1": {"mamba_d_ssm": 512, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1},
     "Mamba2": {"num_heads": 8, "head_dim": 64, "state_size": 64, "n_groups": 1, "chunk_size": 64},
     "Lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "Zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_key_value_heads": 8,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": True,
+        "time_step_min": 1e-9,  # which forward applies, and decoding doesn't
+    },
 }
 """Models with recurrent layers or short convolutions."""
 FAMILIES |= RECURRENT

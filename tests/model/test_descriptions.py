@@ -211,6 +211,14 @@ PLACES: dict[tuple[str, str], tuple[Callable[[Any], None], ...]] = {
     ("qwen3_5", "layers.2.linear_attn.norm"): OF_NORMS,
     ("gemma4", "layers.1"): (a_new_attribute, a_module_more),
     ("gemma4, experts beside MLPs", "layers.1.router"): (a_new_attribute, a_replaced_forward),
+    ("zamba2", "layers.1"): (*OF_BLOCKS, a_module_more),
+    ("zamba2", "layers.1.mamba_decoder"): (*OF_BLOCKS, a_module_more),
+    ("zamba2", "layers.1.shared_transformer"): (*OF_BLOCKS, a_module_more),
+    ("zamba2", "layers.1.shared_transformer.self_attn"): (*OF_BLOCKS, a_module_more),
+    ("zamba2", "layers.1.shared_transformer.feed_forward.gate_up_proj_adapter_list.0"): (
+        a_module_more,
+        *OF_NORMS,
+    ),
 }
 """Changes of modules, by model and place."""
 CHANGED = [

@@ -193,6 +193,21 @@ HYBRIDS: dict[str, Callable[[], PreTrainedModel]] = {
         use_mamba_kernels=False,
     ),
     "lfm2": lambda: random_model("Lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3),
+    "zamba2": lambda: random_model(
+        "Zamba2",
+        without=("head_dim",),
+        num_hidden_layers=3,
+        layers_block_type=["hybrid", "linear_attention", "hybrid"],  # both with the weights of one block
+        mamba_d_state=8,
+        n_mamba_heads=8,
+        chunk_size=8,
+        num_key_value_heads=4,
+        adapter_rank=4,
+        use_shared_attention_adapter=True,
+        use_mem_rope=True,
+        time_step_min=1e-9,
+        initializer_range=0.1,
+    ),
 }
 """Models with recurrent layers or short convolutions. Jamba's cannot read several tokens after a saved state."""
 FAMILIES |= HYBRIDS
