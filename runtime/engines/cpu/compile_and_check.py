@@ -121,7 +121,7 @@ def _fit_states(parts: CompiledParts, storage: KVTensors, facts: ModelFacts) -> 
     states, mixers, recurrent = storage.states, MixerTable.of(parts), facts.recurrent
     if states is None or mixers is None or recurrent is None:
         return states is None and mixers is None
-    continues = facts.continues or mixers.bounds_steps
+    continues = facts.continues or recurrent.bounds_prompts
     return continues and recurrent.can_be_captured and mixers.fits(states)
 
 

@@ -73,11 +73,6 @@ class MixerTable:
             else:
                 self._taps[number] = weight.clone(memory_format=torch.contiguous_format)
 
-    @property
-    def bounds_steps(self) -> bool:
-        """True if time steps have a lower bound, so that Transformers computes prompts differently from answers."""
-        return any(mixer.step_limit[0] for mixer in self._mixers.values())
-
     def fits(self, states: States) -> bool:
         """Return True if ``states`` are exactly the states of these mixers, in the layout that compiled code reads."""
         expected: dict[StateName, tuple[int, ...]] = {}

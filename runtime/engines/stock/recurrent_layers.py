@@ -30,7 +30,7 @@ from hdtool.runtime.engines.stock.undescribed_mixers import (
     replace_forwards,
 )
 from hdtool.runtime.model.pass_inputs import StepTensors, sent_step
-from hdtool.runtime.program.mixer_parts import SHORT_CONVOLUTION, MixerParts, mixer_parts
+from hdtool.runtime.program.mixer_parts import SHORT_CONVOLUTION, UNLIMITED, MixerParts, mixer_parts
 from hdtool.runtime.program.model_families import package_of
 from hdtool.runtime.program.model_parts import Kind
 
@@ -81,6 +81,11 @@ class RecurrentLayers:
     def can_be_captured(self) -> bool:
         """True if passes have fixed shapes, because all mixers compute in closed form."""
         return not self._others
+
+    @property
+    def bounds_prompts(self) -> bool:
+        """True if transformers bounds time steps of some mixer while it reads a prompt, and not while it decodes."""
+        return any(parts.step_limit != UNLIMITED for parts in self._described.values())
 
     @contextmanager
     def over(
