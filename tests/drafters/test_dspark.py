@@ -393,13 +393,17 @@ def test_other_checkpoints_are_refused_in_a_line(tmp_path: Path) -> None:
     refused(r"has layers.0.self_attn.q_proj.bias", {}, {"layers.0.self_attn.q_proj.bias": torch.ones(32)})
     refused("lacks markov_head.gate_proj.bias", {"markov_head_type": "gated"})
     refused("has a Markov head of kind 'cubic'", {"markov_head_type": "cubic"})
-    refused("no target_layer_ids in its settings", {"target_layer_ids": None})
-    refused("no mask_token_id in its settings", {"mask_token_id": None}, speculators=True)
+    refused("no 'target_layer_ids' in its settings", {"target_layer_ids": None})
+    refused("no 'mask_token_id' in its settings", {"mask_token_id": None}, speculators=True)
+    refused("no 'target_layer_ids' in its settings", {"aux_hidden_state_layer_ids": []}, speculators=True)
+    refused("drafts blocks of 0", {"block_size": 0})
+    refused("drafts blocks of 1", {"block_size": 1, "sample_from_anchor": False}, speculators=True)
     refused(r"reads layers \[-1, 2\], and this model has 6", {"aux_hidden_state_layer_ids": [0, 3]}, speculators=True)
     refused(r"reads layers \[0, 6\], and this model has 6", {"target_layer_ids": [0, 6]})
     refused("reads token 97 in place of drafts", {"mask_token_id": 97})
-    refused("cannot be loaded", {"model_type": "unheard-of"})
-    refused("cannot be loaded", {"num_attention_heads": "four"})
+    refused("layers of type 'unheard-of'", {"model_type": "unheard-of"})
+    for name in ("num_attention_heads", "block_size", "markov_rank", "dflash_config", "target_layer_ids"):
+        refused(r"cannot be loaded \(", {name: "many"})
     refused("for a model of width 64, and this one has 32", {"hidden_size": 64})
 
 

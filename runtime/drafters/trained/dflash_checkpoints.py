@@ -30,7 +30,6 @@ LAYER_SETTINGS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_act",
     "rms_norm_eps", "rope_parameters", "max_position_embeddings",
 )  # fmt: skip
-REQUIRED_SETTINGS = ("hidden_size", "block_size", "mask_token_id", "target_layer_ids")
 DEFAULT_RANK = 256
 """Rank of the Markov head in drafters of speculators that don't state it."""
 
@@ -59,6 +58,8 @@ class DFlashModel:
 
     def check(self, published: PublishedDrafter, target: Target) -> None:
         """Raise HeadsError if the drafter does not fit the target."""
+        if self.block <= self.first:
+            raise HeadsError(f"drafter {published.name} drafts blocks of {self.block}: name another one")
         number, ids = int(target.config.num_hidden_layers), self.layer_ids
         if not ids or min(ids) < 0 or max(ids) >= number:
             raise HeadsError(
@@ -106,21 +107,16 @@ def _load_transformers_format(published: PublishedDrafter, target: Target) -> DF
 
 
 def _load_other_format(published: PublishedDrafter, target: Target, library_model: Any) -> DFlashModel:
-    settings = _flat(published.settings)
-    if missing := [name for name in REQUIRED_SETTINGS if settings.get(name) is None]:
-        raise HeadsError(
-            f"drafter {published.name} cannot be loaded (no {missing[0]} in its settings): name another one"
-        )
-    kind, rank = str(settings.get("markov_head_type", VANILLA)), int(settings["markov_rank"])
-    if kind not in MARKOV_KINDS:
-        raise HeadsError(f"drafter {published.name} has a Markov head of kind {kind!r}: name another one")
     try:
+        settings = _flat(published.settings)
         config = _config_of(settings)
+        rank, scale = int(settings["markov_rank"]), float(settings["input_embedding_scale"])
         model = library_model(config)
     except Exception as error:  # settings of unknown kinds raise many
-        raise HeadsError(
-            f"drafter {published.name} cannot be loaded ({error_reason(error)}): name another one"
-        ) from error
+        reason = f"no {error} in its settings" if isinstance(error, KeyError) else error_reason(error)
+        raise HeadsError(f"drafter {published.name} cannot be loaded ({reason}): name another one") from error
+    if (kind := settings["markov_head_type"]) not in MARKOV_KINDS:
+        raise HeadsError(f"drafter {published.name} has a Markov head of kind {kind!r}: name another one")
     published.require_width(int(config.hidden_size), target)
     tensors = {
         _renamed(name): tensor for name, tensor in published.tensors().items() if not name.startswith(UNUSED_TENSORS)
@@ -131,14 +127,14 @@ def _load_other_format(published: PublishedDrafter, target: Target, library_mode
     for rows in (embedding, head if offsets is None else None, of_heads.get(f"{MARKOV}markov_w1.weight")):
         if rows is not None:
             published.require_vocabulary(len(rows), target)
-    drafted, is_causal = target.vocabulary if head is None else len(head), settings["is_causal"]
+    drafted, is_causal = target.vocabulary if head is None else len(head), settings.get("is_causal")
     return DFlashModel(
         layers=_prepared(model, target),
         layer_ids=list(config.target_layer_ids),
-        block=int(settings["block_size"]),
-        mask_token=int(settings["mask_token_id"]),
+        block=int(config.block_size),
+        mask_token=int(config.mask_token_id),
         windows=windows_of(config),
-        embed=_embedding(embedding, target, float(settings.get("input_embedding_scale", 1.0))),
+        embed=_embedding(embedding, target, scale),
         head=_head(head, target),
         token_ids=published.token_ids(offsets, drafted, target),
         causal=(SLIDING,) if is_causal is None else (FULL, SLIDING) if is_causal else (),
@@ -153,6 +149,8 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
     is_dspark = "dspark" in f"{settings.get('architectures')} {settings.get('speculators_model_type')}".lower()
     flat = {
         "markov_rank": DEFAULT_RANK if is_dspark and layer else 0,
+        "markov_head_type": VANILLA,
+        "input_embedding_scale": 1.0,
         "sample_from_anchor": is_dspark,
         "is_causal": own.get("causal", False if settings.get("sliding_window_non_causal") else None),
         **layer,
@@ -160,6 +158,7 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
         **own,
         "model_type": layer.get("model_type") or settings.get("model_type") or "qwen3",
     }
+    flat = {name: value for name, value in flat.items() if value is not None}
     if counted := flat.get("aux_hidden_state_layer_ids"):  # which counts the embeddings, too
         flat["target_layer_ids"] = [int(number) - 1 for number in counted]
     return flat
@@ -169,13 +168,17 @@ def _config_of(settings: dict[str, Any]) -> Any:
     """Return a configuration of transformers' DFlash model."""
     from transformers import CONFIG_MAPPING, MuseGlimmerAssistantConfig
 
-    layer = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+    if (kind := settings["model_type"]) not in CONFIG_MAPPING:
+        raise ValueError(f"layers of type {kind!r}")
+    layer = CONFIG_MAPPING[kind].from_dict(settings)
     return MuseGlimmerAssistantConfig(
         **{name: getattr(layer, name) for name in LAYER_SETTINGS},
         head_dim=getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads,
         layer_types=getattr(layer, "layer_types", None) or [FULL] * layer.num_hidden_layers,
         sliding_window=getattr(layer, "sliding_window", None) or layer.max_position_embeddings,
         target_layer_ids=[int(number) for number in settings["target_layer_ids"]],
+        block_size=int(settings["block_size"]),
+        mask_token_id=int(settings["mask_token_id"]),
     )
 
 
