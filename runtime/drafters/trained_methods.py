@@ -77,9 +77,9 @@ class StandaloneDrafter(BudgetedDrafter):
         self.trained.begin(list(prompt))
 
     def _grow(self, context: Sequence[int], max_nodes: int) -> tuple[DraftTree, Probs]:
+        before = self.trained.seconds
         if not self.trained.begin_draft():
             return DraftTree.bare(context[-1]), np.empty(0)
-        before = self.trained.seconds
         proposal = self.trained.propose(max_nodes)
         self.budget.set_draft_seconds(self.trained.seconds - before)
         if tree := self._static:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from hdtool.data.errors import HeadsError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.drafters.trained import dspark
+from hdtool.runtime.drafters.trained import dspark, sequential
 from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
 from hdtool.runtime.drafters.trained.dflash import DFlashPasses
 from hdtool.runtime.drafters.trained.dflash_checkpoints import DFlashModel, load_dflash
@@ -292,6 +294,16 @@ def test_a_draft_is_one_captured_pass(tmp_path: Path, monkeypatch: pytest.Monkey
     first, second = read_by(passes), read_by(passes, 0)
     assert copies == ["send", "fetch"] * len(first) and not second
     assert capture.recorded == recorded
+
+
+def test_starting_a_pass_and_waiting_for_it_both_cost_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ticks, told = six_layers(), count(), list[float]()
+    target = Target(model)
+    drafter = drafter_of(block_drafter(tmp_path, model, markov="vanilla"), target)
+    monkeypatch.setattr(sequential, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(FixedBudget, "set_draft_seconds", lambda budget, seconds: told.append(seconds))
+    answer_of(target, prompt_of(20), max_new_tokens=4, drafter=drafter)
+    assert told and set(told) == {2.0}, "one tick to start it, and one to wait for it"
 
 
 def test_weights_of_the_target_are_shared(tmp_path: Path) -> None:
