@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from hdtool.runtime.budget.budgeted_drafter import BudgetedDrafter
 from hdtool.runtime.budget.gate import Gate
 from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config.decoding import (
@@ -27,7 +28,6 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.drafters.budgeted import BudgetedDrafter
 from hdtool.runtime.drafters.heads.checkpoint import heads_for, methods_with_heads
 from hdtool.runtime.drafters.heads.modules import ParallelHeads
 from hdtool.runtime.drafters.heads.state import HeadsState, sequential_drafter

@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from hdtool.runtime.budget.budgeted_drafter import KindsDrafter
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import PRIOR_WEIGHT, WINDOW, AcceptanceRates
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.drafters.budgeted import KindsDrafter
 from hdtool.runtime.kernels.compiled import Ints
 from tests.support.trees import check_integrity, trees
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from hdtool.runtime.budget.budgeted_drafter import KindsDrafter
 from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, NO_TOKEN, ROOT, DraftTree, Trie
-from hdtool.runtime.drafters.budgeted import KindsDrafter
 from hdtool.runtime.drafters.published.lookup_methods import GrowingContext
 from hdtool.runtime.kernels.compiled import Ints, compiled
 

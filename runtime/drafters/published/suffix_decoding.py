@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hdtool.runtime.budget.budgeted_drafter import BudgetedDrafter
 from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.drafters.budgeted import BudgetedDrafter
 from hdtool.runtime.drafters.published.suffix_automaton import (
     LAST_STATE,
     NO_STATE,

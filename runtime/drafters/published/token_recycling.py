@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from hdtool.runtime.budget.budgeted_drafter import KindsDrafter
 from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.drafters.budgeted import KindsDrafter
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.topk import topk
 
