@@ -6,8 +6,9 @@
     python -m tests.benchmarks.passes families [--families Gemma2 Qwen3Moe]
 
 The first two round the model to bfloat16 first. ``activations`` computes with the blocks of a GGUF file, and llama.cpp
-takes part if llama-cpp-python is installed. ``families`` compares transformers' layers in float32 with compiled ones,
-on random bfloat16 weights in the shapes of small models.
+takes part if llama-cpp-python is installed. With ``--products``, bare loops of vector products take turns with the
+passes, and both print their billions of products per second. ``families`` compares transformers' layers in float32 with
+compiled ones, on random bfloat16 weights in the shapes of small models.
 
 All sides take turns in one process, and medians are printed: passes over a token and over trees after the context, and
 prompts. Times are CPU times with one thread, else wall-clock times. ``--questions`` answers held-out prompts as well,
@@ -21,6 +22,7 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
+from math import nan
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
@@ -51,6 +53,7 @@ from tests.benchmarks.laboratory import (
     run_in_turn,
 )
 from tests.benchmarks.shapes import SHAPES, random_model
+from tests.benchmarks.vector_products import LOOPS, VectorProducts
 from tests.support.one_sequence import OneSequence
 
 LIBRARY = {"fused_layers": False}
@@ -101,6 +104,16 @@ class LlamaCppSequence:
         self._llama.eval(some_context(len(tree) + 1, SOME_TOKENS))
 
 
+class BareLoop(VectorProducts):
+    """Loop of vector products in place of a model."""
+
+    def prefill(self, context: Sequence[int]) -> None:
+        self.run()
+
+    def verify(self, tree: DraftTree) -> None:
+        self.run()
+
+
 def of_checkpoint(what: str, options: argparse.Namespace, folder: str) -> dict[str, Loaded]:
     """Load the model in the ways of ``SIDES``, rounded to bfloat16 first unless ``activations`` are compared."""
     config = ModelConfig(options.model, device="cpu", dtype="float32")
@@ -140,8 +153,26 @@ def compare(sides: dict[str, ModelWithContext], options: argparse.Namespace, tab
         for count in (options.threads if isinstance(one, OneSequence) else [1])
     }
     numbered = {str(number): run for number, run in enumerate(runs)}
-    for name, seconds in run_in_turn(timed, numbered, options.repeats, clock_of(max(options.threads))).items():
-        table.row(name, *(f"{1e3 * one:.1f}" for one in seconds))
+    medians = run_in_turn(timed, numbered, options.repeats, clock_of(max(options.threads)))
+    for name, seconds in medians.items():
+        if not isinstance(timed[name][0], BareLoop):
+            table.row(name, *(f"{1e3 * one:.1f}" for one in seconds))
+    if options.products:
+        print("\nbillions of products per second, without those of attention\n")
+        speeds = Table("side", *(f"rows: {rows}" for rows in options.rows))
+        for name, seconds in medians.items():
+            products = [_products(timed[name][0], rows) for rows in options.rows]
+            speeds.row(name, *(f"{count / one / 1e9:.0f}" for count, one in zip(products, seconds, strict=False)))
+
+
+def _products(side: ModelWithContext, rows: int) -> float:
+    """Return the number of products of a pass in matmuls, or of a loop."""
+    if isinstance(side, BareLoop):
+        return side.products
+    if not isinstance(side, OneSequence):
+        return nan
+    layers: list[Any] = [layer for layer in side.target.model.modules() if hasattr(layer, "out_features")]
+    return float(rows * sum(layer.in_features * layer.out_features for layer in layers))
 
 
 def _verify(tree: DraftTree, side: tuple[ModelWithContext, int]) -> None:
@@ -172,7 +203,7 @@ def answer(loaded: dict[str, Loaded], questions: int, tokens: int) -> None:
 def main() -> None:
     parser = parser_of(
         __doc__, model=None, families=list(SHAPES), threads=[1], rows=[1, 8, 32], prompts=[256], context=200,
-        repeats=7, questions=0, tokens=64,
+        repeats=7, questions=0, tokens=64, products=False,
     )  # fmt: skip
     parser.add_argument("what", choices=[*SIDES, FAMILIES])
     options = parser.parse_args()
@@ -190,6 +221,8 @@ def main() -> None:
     sides: dict[str, ModelWithContext] = {name: OneSequence(one.target) for name, one in loaded.items()}
     if options.what == "activations" and find_spec("llama_cpp"):
         sides["llama.cpp"] = LlamaCppSequence(str(demo.located(options.model)))
+    if options.products:
+        sides |= {f"bare loop, {data_type}": BareLoop(data_type) for data_type in LOOPS}
     compare(sides, options, Table("side", *heads))
     if options.questions:
         answer(loaded, options.questions, options.tokens)
