@@ -127,8 +127,10 @@ Intel Xeon with AMX, the pass took 8.4 ms with 1,024 bytes and 7.5 ms with 8,192
 """
 FAR_PREFETCH_ROWS = 2
 """Minimum number of input rows for which tiles use ``PANEL_PREFETCH_DISTANCE``."""
-INT8_TILE_ROWS = 8 if PANEL_ROWS == 16 else 4
-"""Maximum rows per tile. Their sums and the levels must fit into registers, of which AVX-512 has 32 and AVX2 has 16."""
+INT8_TILE_ROWS = 12 if PANEL_ROWS == 16 else 4
+"""Maximum rows per tile. Their sums and the levels must fit into registers, of which AVX-512 has 32 and AVX2 has 16. On
+an Intel Xeon with AMX, 12 rows in Q4_K took 0.77 to 0.90 times as long as with tiles of 8, and 33 rows 0.80 to 0.88.
+"""
 
 
 class _Part:
