@@ -6,8 +6,7 @@ import os
 from typing import Any
 
 from sglang.srt.arg_groups.overrides import resolving_view
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+from sglang.srt.speculative.spec_info import CustomSpecAlgo, SpeculativeAlgorithm
 
 from hdtool.data.errors import OptionError
 from hdtool.runtime.core.tree import LARGEST_TREE

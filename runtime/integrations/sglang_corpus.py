@@ -1,6 +1,7 @@
 """Drafts trees for SGLang's n-gram worker, in place of the worker's corpus, and reads hdtool's settings.
 
-SGLang verifies trees of equal size for all requests; the root of a tree is the last token of the request's context.
+SGLang verifies trees of equal size for all requests of a batch; the root of a tree is the last token of the request's
+context.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ import torch
 
 from hdtool.data.errors import OptionError
 from hdtool.data.stores.tenant import Tenant
-from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.drafter import Drafter, draft_many
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
+from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE, MinProbability
 from hdtool.runtime.stores.library import Library
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import served_checkpoint
@@ -65,12 +68,40 @@ PADDING_TOKEN = 0
 """Token of the nodes that pad a tree; SGLang verifies them as children of the root."""
 
 
+class PayingNodes(Budget):
+    """Verifies the nodes that pay in a batch of requests, up to a fixed number."""
+
+    def __init__(self, max_nodes: int) -> None:
+        self._max_nodes = max_nodes
+        self.passes = MinProbability()
+        self.requests = 1
+        """Number of requests in the batch."""
+
+    @property
+    def max_nodes(self) -> int:
+        return self._max_nodes
+
+    def choose_size(self, probs: Probs) -> int:
+        floor = self.passes.floor(self.requests)
+        return min(self._max_nodes, int((probs >= floor).sum())) if floor < NO_DRAFT_ABOVE else 0
+
+
 class HierarchyCorpus:
     """Replaces SGLang's n-gram corpus with one drafter per request; all drafters share the stores and the history."""
 
-    def __init__(self, make: Callable[[], Drafter], nodes: int, vocabulary: int) -> None:
-        """``make`` creates a drafter; trees have ``nodes`` nodes, root included; token ids are below ``vocabulary``."""
-        self._make, self._nodes, self._vocabulary = make, nodes, vocabulary
+    def __init__(
+        self,
+        make: Callable[[], Drafter],
+        nodes: int,
+        vocabulary: int,
+        set_nodes: Callable[[int], None] | None = None,
+    ) -> None:
+        """``make`` creates a drafter; trees have ``nodes`` nodes, root included; token ids are below ``vocabulary``.
+
+        With ``set_nodes``, the trees of a batch have as many nodes as the largest one needs, and ``set_nodes`` is
+        called with that number.
+        """
+        self._make, self._nodes, self._vocabulary, self._set_nodes = make, nodes, vocabulary, set_nodes
         self._requests: dict[str, _Request] = {}
         self._free = [make()]  # compiles the drafter now, so that no request waits for it
 
@@ -97,16 +128,20 @@ class HierarchyCorpus:
                 request = self._begin(name, tail[:-1], total - 1)
             request.extend(tail[len(tail) - (total - request.total) :])
             requests.append(request)
-        tokens = np.full((len(requests), self._nodes), PADDING_TOKEN, np.int64)
-        masks = np.zeros((len(requests), self._nodes, self._nodes), np.int64)
-        masks[:, :, 0] = 1
-        masks[:, np.arange(self._nodes), np.arange(self._nodes)] = 1
         drafters, contexts = [running.drafter for running in requests], [running.context for running in requests]
-        for row, tree in enumerate(draft_many(drafters, contexts) if requests else []):
-            drafted = self._fitted(tree)
-            rows = len(drafted) + 1
-            tokens[row, :rows] = drafted.all_tokens
-            masks[row, :rows, :rows] = drafted.ancestor_mask
+        trees = [self._fitted(tree) for tree in draft_many(drafters, contexts)] if requests else []
+        nodes = self._nodes
+        if self._set_nodes:
+            nodes = 1 + max(map(len, trees), default=0)
+            self._set_nodes(nodes)
+        tokens = np.full((len(trees), nodes), PADDING_TOKEN, np.int64)
+        masks = np.zeros((len(trees), nodes, nodes), np.int64)
+        masks[:, :, 0] = 1
+        masks[:, np.arange(nodes), np.arange(nodes)] = 1
+        for row, tree in enumerate(trees):
+            rows = len(tree) + 1
+            tokens[row, :rows] = tree.all_tokens
+            masks[row, :rows, :rows] = tree.ancestor_mask
         return tokens.ravel(), masks.ravel()
 
     def batch_put(self, batch_tokens: Sequence[Sequence[int]]) -> None:
@@ -160,8 +195,8 @@ class _Request:
 _NOT_ON_THE_HOST = Verified(torch.empty(0, 1))
 
 
-def drafters_of(server_args: Any, nodes: int) -> Callable[[], Drafter]:
-    """Return a factory of drafters that use the model's stores; ``nodes`` is the tree size, including the root."""
+def drafters_of(server_args: Any, budget: Budget) -> Callable[[], Drafter]:
+    """Return a factory of drafters that use the model's stores and share a budget."""
     settings, model = SglangSettings.of(os.environ), server_args.model_path
     decoding = settings.decoding
     named = ModelConfig(server_args.tokenizer_path or model, trust_remote_code=server_args.trust_remote_code)
@@ -172,4 +207,4 @@ def drafters_of(server_args: Any, nodes: int) -> Callable[[], Drafter]:
     tenant = replace(tenant, namespace=tenant.name or None)
     store_set = Library(model, tokenizer, checkpoint, settings.stores, tenant).open_for(decoding)
     LOGGER.info("hdtool drafts from %s", store_set)
-    return lambda: drafter_with_budget(lambda: FixedBudget(nodes - 1), decoding, store_set)
+    return lambda: drafter_with_budget(lambda: budget, decoding, store_set)

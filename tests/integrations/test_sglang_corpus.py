@@ -1,6 +1,8 @@
-"""Trees for SGLang's n-gram worker, in the form of its corpus: tokens and ancestor masks of a fixed size."""
+"""Trees for SGLang's n-gram worker, in the form of its corpus: tokens and ancestor masks of one size."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
@@ -8,7 +10,14 @@ import pytest
 from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.integrations.sglang_corpus import PADDING_TOKEN, SETTINGS_VARIABLE, HierarchyCorpus, SglangSettings
+from hdtool.runtime.integrations.sglang_corpus import (
+    PADDING_TOKEN,
+    SETTINGS_VARIABLE,
+    HierarchyCorpus,
+    PayingNodes,
+    SglangSettings,
+)
+from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.stores.history_store import History
 
 NODES, VOCABULARY = 6, 100
@@ -37,6 +46,28 @@ def test_what_nothing_is_drafted_for_is_padded_below_the_root() -> None:
     expected = np.eye(NODES, dtype=int)
     expected[:, 0] = 1
     assert masks.reshape(NODES, NODES).tolist() == expected.tolist()
+
+
+def test_trees_have_the_size_of_the_largest_where_sglang_takes_any() -> None:
+    sizes = list[int]()
+    budget = PayingNodes(NODES - 1)
+    one = HierarchyCorpus(lambda: Hierarchy(budget=budget), NODES, VOCABULARY, sizes.append)
+    assert one.batch_get(["a"], [[1, 2, 3]], [3])[0].tolist() == [3]
+    one.begin("b", [*SAID, 11])
+    tokens, masks = one.batch_get(["a", "b"], [[4], [12]], [4, len(SAID) + 2])
+    nodes = len(tokens) // 2
+    assert sizes == [1, nodes] and 1 < nodes <= NODES
+    assert tokens[nodes:].tolist() == [12, 13, 14, 15, 16, 17][:nodes] and tokens[0] == 4
+    assert masks.reshape(2, nodes, nodes)[1].tolist() == np.tril(np.ones((nodes, nodes), int)).tolist()
+
+
+def test_nodes_pay_as_far_as_their_probability_exceeds_what_passes_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget, probs = PayingNodes(3), np.array([0.9, 0.5, 0.3, 0.2])
+    monkeypatch.setattr(budget.passes, "floor", lambda requests: requests / 10)
+    sizes = []
+    for budget.requests in (1, 3, 4, 6, math.ceil(10 * NO_DRAFT_ABOVE)):
+        sizes.append(budget.choose_size(probs))
+    assert sizes == [3, 3, 2, 1, 0]
 
 
 def test_requests_keep_their_contexts_in_any_order_and_batch() -> None:

@@ -8,10 +8,13 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import pytest
+import torch
 from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import publish
 from sglang.srt.server_args import prepare_server_args
+from sglang.srt.speculative import eagle_utils, ngram_worker
 from sglang.srt.speculative.ngram_worker import _derive_tree_links
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -20,12 +23,13 @@ from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.integrations.sglang_algorithm import HierarchyAlgorithm
-from hdtool.runtime.integrations.sglang_corpus import HierarchyCorpus
+from hdtool.runtime.integrations.sglang_corpus import HierarchyCorpus, PayingNodes
 from hdtool.runtime.integrations.sglang_plugin import ALGORITHM, LOGGER
 from hdtool.runtime.integrations.sglang_worker import HierarchyWorker
+from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.stores.history_store import History
 
-NODES, LENGTH = 8, 40
+NODES, LENGTH, VOCABULARY = 8, 40, 23
 
 
 class Request:
@@ -35,16 +39,90 @@ class Request:
 
 def following(context: list[int]) -> int:
     """A model: the next token depends on the last two, and repeats after a while."""
-    return (context[-1] * 7 + context[-2] * 3 + 1) % 23
+    return (context[-1] * 7 + context[-2] * 3 + 1) % VOCABULARY
 
 
-def worker(history: History) -> HierarchyWorker:
-    """A worker as its constructor leaves it, without a target model."""
+def worker(history: History | None, *, on_cpu: bool = False) -> HierarchyWorker:
+    """A worker as its constructor leaves it, without a target model; by default as on a GPU."""
     made = HierarchyWorker.__new__(HierarchyWorker)
     made.enable_overlap, made.draft_token_num, made.max_trie_depth = False, NODES, NODES + 1
-    made.ngram_corpus = HierarchyCorpus(lambda: Hierarchy(budget=FixedBudget(NODES - 1), history=history), NODES, 23)
+    made._paying = PayingNodes(NODES - 1) if on_cpu else None
+    budget, set_nodes = made._paying or FixedBudget(NODES - 1), made._set_nodes if on_cpu else None
+    made.ngram_corpus = HierarchyCorpus(lambda: Hierarchy(budget=budget, history=history), NODES, VOCABULARY, set_nodes)
     made._running = WeakValueDictionary()
     return made
+
+
+class Model:
+    """The target's worker and model runner: the logits of each node follow from its context."""
+
+    def __init__(self) -> None:
+        self.model_runner, self.model_config = self, SimpleNamespace(hf_config=None, vocab_size=VOCABULARY)
+        self.watermark_state = None
+        self.widths: list[int] = []
+
+    def forward_batch_generation(self, batch: Any, **options: Any) -> Any:
+        tree, logits = batch.spec_info, torch.zeros(len(batch.input_ids), VOCABULARY)
+        nodes = tree.draft_token_num
+        self.widths.append(nodes)
+        masks = tree.custom_mask.reshape(len(batch.reqs), nodes, nodes)
+        for row, request in enumerate(batch.reqs):
+            drafted = batch.input_ids[row * nodes : (row + 1) * nodes]
+            for node in range(nodes):
+                path = [
+                    *request.origin_input_ids_unpadded,
+                    *request.output_ids[:-1],
+                    *drafted[masks[row, node]].tolist(),
+                ]
+                logits[row * nodes + node, following(path)] = 1.0
+        return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits), can_run_cuda_graph=False)
+
+
+def reconstruct(mask: Any, lengths: Any, positions: Any, index: Any, children: Any, siblings: Any, *sizes: int) -> None:
+    """The kernel that lists a tree's nodes."""
+    links = _derive_tree_links(mask.numpy(), *sizes)
+    for written, read in zip((children, siblings), links, strict=True):
+        written.copy_(read)
+    index.copy_(torch.arange(index.numel()).reshape(index.shape))
+
+
+def walk(*, predicts: Any, accept_index: Any, accept_token_num: Any, candidates: Any, **links: Any) -> tuple[Any, ...]:
+    """The kernel that accepts drafts by arg-max."""
+    for row, target in enumerate(links["target_predict"]):
+        node = accepted = 0
+        while node >= 0:
+            place = links["retrieve_index"][row, node]
+            accept_index[row, accepted], predicts[place] = place, target[node]
+            last, node = node, int(links["retrieve_next_token"][row, node])
+            while node >= 0 and candidates[row, node] != target[last]:
+                node = int(links["retrieve_next_sibling"][row, node])
+            accepted += 1
+        accept_token_num[row] = accepted - 1
+    return predicts, accept_index, accept_token_num
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for the compiled kernels of a step; nothing is moved in a KV cache."""
+    publish(resolved(), role="scheduler")
+    monkeypatch.setattr(ngram_worker, "reconstruct_indices_from_tree_mask_func", reconstruct)
+    monkeypatch.setattr(ngram_worker, "assign_extend_cache_locs_func", lambda **told: None)
+    monkeypatch.setattr(ngram_worker, "move_accept_tokens_to_target_kvcache", lambda *told: None)
+    monkeypatch.setattr(ngram_worker, "commit_mamba_states_after_verify", lambda *told: None)
+    monkeypatch.setattr(eagle_utils, "verify_tree_greedy_func", lambda topk, **told: walk(**told))
+
+
+def batch_of(requests: list[Request]) -> Any:
+    """A batch of SGLang's that decodes, with what a worker reads from it."""
+    lengths = [len(request.origin_input_ids_unpadded) + len(request.output_ids) - 1 for request in requests]
+    penalties = dict.fromkeys(("acc_additive_penalties", "acc_scaling_penalties", "logit_bias"))
+    return SimpleNamespace(
+        reqs=requests, spec_info=None, device="cpu", forward_mode=ForwardMode.DECODE, seq_lens=torch.tensor(lengths),
+        seq_lens_cpu=torch.tensor(lengths), req_pool_indices=torch.arange(len(requests)), input_ids=None,
+        out_cache_loc=None, req_to_token_pool=SimpleNamespace(req_to_token=None), has_grammar=False,
+        return_logprob=False, grammar_needs_sync=lambda: False,
+        sampling_info=SimpleNamespace(is_all_greedy=True, has_watermark_candidates=False, **penalties),
+    )  # fmt: skip
 
 
 def answer(one: HierarchyWorker, requests: list[Request]) -> int:
@@ -146,3 +224,31 @@ def test_answers_equal_plain_decoding_and_later_ones_take_fewer_passes() -> None
         assert [request.output_ids.tolist() for request in requests] == [plain(prompt) for prompt in prompts]
     assert passes[1] < passes[0] < LENGTH
     assert not one._running
+
+
+def test_on_a_cpu_trees_have_the_size_that_pays(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's whole step runs; as nodes cost more, trees shrink to their roots."""
+    one, model, floor = worker(None, on_cpu=True), Model(), 0.0
+    one._target_worker = one.model_runner = model
+    one.device, one.max_batch_size, one.token_to_kv_pool_allocator, one._prev_decode_rids = "cpu", 4, None, set()
+    one.speculative_num_draft_tokens = NODES
+    one._init_preallocated_tensors()
+    monkeypatch.setattr(one._paying.passes, "floor", lambda requests: floor)  # type: ignore[union-attr]
+    observed = list[tuple[int, int, int]]()
+    monkeypatch.setattr(one._paying.passes, "observe", lambda *told: observed.append(told[:3]))  # type: ignore[union-attr]
+    prompts = [[5, 9, 2], [4, 4, 1], [20, 3, 8]]
+    requests = [Request(str(place), prompt) for place, prompt in enumerate(prompts)]
+    for request in requests:
+        request.output_ids.append(following(list(request.origin_input_ids_unpadded)))
+    while running := [request for request in requests if len(request.output_ids) < LENGTH]:
+        floor = NO_DRAFT_ABOVE if len(model.widths) % 4 == 3 else 0.0
+        result = one.forward_batch_generation(batch_of(running))
+        nodes = result.speculative_num_draft_tokens
+        assert result.next_token_ids.numel() == nodes * len(running)
+        emitted = result.next_token_ids.reshape(-1, nodes).tolist()
+        assert observed[-1] == (len(running), nodes * len(running), int(result.accept_lens.sum()))
+        for request, tokens, accepted in zip(running, emitted, result.accept_lens.tolist(), strict=True):
+            request.output_ids.extend(tokens[:accepted])
+    assert [request.output_ids.tolist()[:LENGTH] for request in requests] == [plain(prompt) for prompt in prompts]
+    assert set(model.widths[3::4]) == {1} and max(model.widths) > 2
+    assert len(model.widths) < LENGTH
