@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import socket
@@ -28,7 +29,7 @@ from hdtool.runtime.config.measuring import VllmConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.integrations.vllm.cpu_repairs import expand_settings, with_rows_only
 from hdtool.runtime.integrations.vllm.launch import HOOK_FILE, Launch, require_hook
-from hdtool.runtime.integrations.vllm.proposer import HierarchyProposer
+from hdtool.runtime.integrations.vllm.proposer import COST, HierarchyProposer
 from hdtool.runtime.integrations.vllm.settings import PROPOSER, VllmSettings
 from hdtool.runtime.target.load import load_tokenizer
 from tests.support.vllm_batch import worker
@@ -95,6 +96,13 @@ def test_a_worker_drafts_in_vllms_form() -> None:
     drafts = proposer.propose([[1], [1, 2], []], lengths, contexts, slot_mappings={})
     assert [bool(draft) for draft in drafts] == [True, True, False]
     assert all(type(token) is int and len(draft) <= 4 for draft in drafts for token in draft)
+
+
+def test_a_worker_logs_what_hdtool_costs_and_that_no_gpu_has_run_it(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "vllm.hdtool"):
+        worker()
+    assert COST in caplog.text
+    assert "experimental inside vLLM on cuda" in caplog.text
 
 
 def test_settings_are_spread_over_drafted_tokens() -> None:

@@ -1,7 +1,7 @@
 """Replaces two functions of vLLM that fail on CPUs when requests have draft tokens.
 
-One leaves the sampling settings of draft tokens uninitialized, because its kernel needs Triton; the other crashes on
-top-k in a batch without draft tokens.
+One leaves the sampling settings of draft tokens uninitialized, because its kernel's stand-in without Triton writes to a
+copy; the other crashes on top-k in a batch without draft tokens.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ LOGGER = logging.getLogger("vllm.hdtool")
 """Logger below vLLM's own, so that vLLM prints its messages."""
 COST = "custom drafters run in vLLM's V1 model runner, without asynchronous scheduling"
 """What choosing hdtool costs."""
+UNPROVEN = "hdtool is experimental inside vLLM on %s: it ran on CPUs only"
 
 
 def open_drafter(vllm_config: Any) -> BatchDrafter:
@@ -64,8 +65,11 @@ class HierarchyProposer:
 
     def __init__(self, vllm_config: Any) -> None:
         LOGGER.info(COST)
+        device = vllm_config.device_config.device_type
+        self._on_cpu = device == "cpu"
+        if not self._on_cpu:
+            LOGGER.warning(UNPROVEN, device)
         self.drafter = open_drafter(vllm_config)
-        self._on_cpu = vllm_config.device_config.device_type == "cpu"
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """On a CPU, replace defective functions of vLLM; there is no draft model to load."""
