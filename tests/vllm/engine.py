@@ -1,7 +1,10 @@
 """One engine in a process of its own: ``python -m tests.vllm.engine ASKED ANSWERED``, both JSON files.
 
-Asked are the engine's options and waves of requests; answered are the token ids of each, how long each call of the
-drafter took, and, after each wave, what vLLM counted so far and what memory there was.
+With the number of a pipe in place of the files, it reads its options, and then requests to answer, from the pipe.
+
+Asked are the engine's options, waves of requests and, optionally, how many requests of each wave run at a time: then
+each wave gets a new drafter. Answered are the token ids of each request, the CPU time of each call of the drafter, and,
+after each wave, its seconds of CPU time, what vLLM counted so far and what memory there was.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,8 @@ HERE = {
 ROOT = Path(__file__).parent.parent.parent
 TIMEOUT_SECONDS = 900
 """Seconds that an engine may take, compiling included."""
+REMEMBERS_NOTHING = "NgramProposer"
+"""vLLM's drafter that need not be made anew, which would compile it again."""
 PROPOSER = "hdtool.runtime.integrations.vllm.HierarchyProposer"
 
 
@@ -64,9 +70,14 @@ class Watch:
             self.foreign += any(pair not in pairs for pair in zip([own[-1], *draft], draft, strict=False))
 
 
-def drafter_of(engine: Any) -> Any:
-    """The drafter of an engine that lives in this process."""
-    return engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+def runner_of(engine: Any) -> Any:
+    """The model runner, which has the drafter, of an engine that lives in this process."""
+    return engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def limit_running(engine: Any, count: int) -> None:
+    """Let an engine in this process run ``count`` requests at a time."""
+    engine.llm_engine.engine_core.engine_core.scheduler.max_num_active_reqs = count
 
 
 def answer(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -87,35 +98,65 @@ def resident() -> int:
     return int(line.split()[1]) << 10
 
 
-def main() -> None:
-    asked = json.loads(Path(sys.argv[1]).read_text())
-    os.environ |= HERE
-    from vllm import LLM, SamplingParams
+def load(options: dict[str, Any]) -> Any:
+    """Start an engine in this process."""
+    os.environ |= HERE | dict(os.environ)
+    from vllm import LLM
+
+    return LLM(**{"dtype": "float32", "enforce_eager": True} | options)
+
+
+def answered_by(engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """What an engine in this process answers."""
+    from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
     def structure(request: dict[str, Any]) -> dict[str, Any]:
         return {"structured_outputs": StructuredOutputsParams(json=request["schema"])} if "schema" in request else {}
 
-    engine = LLM(dtype="float32", enforce_eager=True, **asked["engine"])
-    drafts = "speculative_config" in asked["engine"]
-    watch = Watch(drafter_of(engine), look=asked.get("look", False)) if drafts else None
+    runner, watches = runner_of(engine), list[Watch]()
+    drafts = runner.speculative_config is not None
     answered: dict[str, Any] = {"ids": [], "resident": [], "seconds": [], "counted": []}
-    for wave in asked["waves"]:
+    for number, wave in enumerate(asked["waves"]):
+        if at_a_time := asked.get("at a time"):
+            limit_running(engine, at_a_time[number])
+        if drafts and at_a_time and type(runner.drafter).__name__ != REMEMBERS_NOTHING:
+            runner.drafter = type(runner.drafter)(runner.vllm_config)
+        if drafts and (at_a_time or not number):
+            watches.append(Watch(runner.drafter, look=asked.get("look", False)))
         prompts = [{"prompt_token_ids": request["prompt"]} for request in wave]
         sampling = [SamplingParams(**request["sampling"], **structure(request)) for request in wave]
-        started = time.perf_counter()
+        started = time.process_time()
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
-        answered["seconds"].append(time.perf_counter() - started)
+        answered["seconds"].append(time.process_time() - started)
         answered["ids"] += [list(output.outputs[0].token_ids) for output in outputs]
         answered["resident"].append(resident())
-        counted = {metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")}
-        answered["counted"].append(counted | {"asked for drafts": len(watch.seconds) if watch else 0})
-    if watch:
-        answered |= {"propose": watch.seconds, "foreign": watch.foreign}
-        drafter = getattr(drafter_of(engine), "drafter", None)
+        answered["counted"].append(
+            {metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")}
+        )
+    if drafts:
+        answered |= {
+            "propose": [watch.seconds for watch in watches],
+            "foreign": sum(watch.foreign for watch in watches),
+        }
+        drafter = getattr(runner.drafter, "drafter", None)
         if drafter is not None:
             answered["tables"] = len(drafter)
-    Path(sys.argv[2]).write_text(json.dumps(answered))
+    return answered
+
+
+def serve(asked: Connection) -> None:
+    """Answer what comes through a pipe, until nothing more comes."""
+    engine = load(asked.recv())
+    while request := asked.recv():
+        asked.send(answered_by(engine, request))
+
+
+def main() -> None:
+    if len(sys.argv) == 2:
+        return serve(Connection(int(sys.argv[1])))
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    Path(sys.argv[2]).write_text(json.dumps(answered_by(load(asked["engine"]), asked)))
 
 
 if __name__ == "__main__":
