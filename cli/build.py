@@ -91,7 +91,7 @@ def _build(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    from hdtool.builders.stores.build import BUILDS
+    from hdtool.builders.stores.build_stores import BUILDS
     from hdtool.builders.stores.edit_store import note_on_models
     from hdtool.cli.store_output import engine_for, open_documents, print_built, rankings_for
     from hdtool.runtime.target.load import load_tokenizer

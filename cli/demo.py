@@ -89,7 +89,7 @@ def _answer_once(answerer: Answerer, prompt: Prompt) -> None:
 
 def _engine_name(answerer: Answerer) -> str:
     """Name what computes the model's passes: hdtool's compiled layers or matmuls, or else torch's."""
-    from hdtool.runtime.kernels.linear import has_compiled_layers
+    from hdtool.runtime.kernels.linear_layers import has_compiled_layers
 
     compiled = has_compiled_layers(answerer.loaded.target.model)
     return "hdtool's compiled CPU layers" if compiled else "hdtool's decoding loop"

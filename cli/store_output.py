@@ -204,7 +204,7 @@ def open_documents(
 
 def rankings_for(loading: ModelConfig, tokenizer: TokenizerFingerprint) -> Ints:
     """Load the model, and return the tokens that it ranks highest after each token of its vocabulary."""
-    from hdtool.builders.stores.build import vocabulary_rankings
+    from hdtool.builders.stores.build_stores import vocabulary_rankings
     from hdtool.runtime.target.load import load
 
     return vocabulary_rankings(load(loading), tokenizer.vocab_size)

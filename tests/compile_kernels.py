@@ -20,8 +20,8 @@ from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, embedding_of
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.kernels.code_folder import mark_compiled
 from hdtool.runtime.kernels.compile_process import PASSES
-from hdtool.runtime.kernels.gemm import matmul_of
-from hdtool.runtime.kernels.linear import MATRIX_KINDS
+from hdtool.runtime.kernels.linear_layers import MATRIX_KINDS
+from hdtool.runtime.kernels.matmul_choice import matmul_of
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History

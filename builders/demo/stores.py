@@ -11,8 +11,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import BuildEngine
+from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
 from hdtool.builders.stores.sequences import encode_texts, tokenized
 from hdtool.data import demo
 from hdtool.data.documents import Document as Tokenized, InputFile, stored_documents

@@ -18,7 +18,7 @@ from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import lengths_within
 from hdtool.runtime.config.measuring import SHAPES, CostConfig
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.kernels.linear_layers import compile_linear_layers
 from hdtool.runtime.kernels.machine import dtype_name
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.refusals import refuse_by_configuration

@@ -23,8 +23,8 @@ from hdtool.builders.setup.replays import Overhead, replay_by_source, replay_wit
 from hdtool.builders.setup.setup_stores import SetupStores
 from hdtool.builders.setup.verdict import doubted
 from hdtool.builders.setup.work_folder import LearnedPart, WorkFolder, learned_name
-from hdtool.builders.stores.build import build_corpus_index, build_model_store, vocabulary_rankings
 from hdtool.builders.stores.build_engine import BuildEngine
+from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store, vocabulary_rankings
 from hdtool.builders.stores.edit_store import add, note_on_models
 from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.conversation_files import ConversationReader, LocatedConversation, canonical_file, canonical_line

@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
-from hdtool.builders.stores.build import BUILDS
+from hdtool.builders.stores.build_stores import BUILDS
 from hdtool.data import demo
 from hdtool.data.documents import Document, InputFile, Tokens, stored_documents, with_sources
 from hdtool.data.errors import ModelError, StoreError, did_you_mean
@@ -38,7 +38,7 @@ from hdtool.data.stores.store_folder import (
 )
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.compiled import Ints
-from hdtool.runtime.stores.history_records import StoredConversation
+from hdtool.runtime.stores.history_metadata import StoredConversation
 from hdtool.runtime.stores.history_store import HistoryStore
 from hdtool.runtime.stores.mapped_files import documents_of
 from hdtool.runtime.stores.model_store import ModelRecord, rankings_in

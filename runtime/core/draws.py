@@ -181,7 +181,7 @@ WARPER_OPTIONS = {
 option."""
 
 
-class Draws(NamedTuple):
+class DrawOptions(NamedTuple):
     """Options of a draw, in the form that compiled code takes."""
 
     seed: Any
@@ -227,8 +227,8 @@ class Truncation:
         """True if compiled code does the whole draw; top-k with a large k needs NumPy."""
         return self.top_k <= MAX_TOP_K_BY_MAXIMA
 
-    def draws(self, race: ExponentialRace) -> Draws:
-        return Draws(race.seed, np.float32(self.temperature), self.top_k, float(self.top_p), float(self.min_p))
+    def draws(self, race: ExponentialRace) -> DrawOptions:
+        return DrawOptions(race.seed, np.float32(self.temperature), self.top_k, float(self.top_p), float(self.min_p))
 
     def draw(
         self, race: ExponentialRace, position: int, scores: npt.NDArray[np.float32], among: Array = ALL_TOKENS

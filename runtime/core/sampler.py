@@ -27,7 +27,7 @@ from hdtool.runtime.core.draws import (
     NOT_FINITE,
     UNDECIDED,
     WARPER_OPTIONS,
-    Draws,
+    DrawOptions,
     ExponentialRace,
     Truncation,
     allowed_scores,
@@ -158,7 +158,7 @@ class Sampler:
         (only,) = self.pre_processors
         return only if isinstance(only, Mask) else None
 
-    def _own_draws(self) -> Draws | None:
+    def _own_draws(self) -> DrawOptions | None:
         if self._greedy or not (self.only_mask or (not self.pre_processors and self._truncation.is_compiled)):
             return None
         return self._truncation.draws(self._race)

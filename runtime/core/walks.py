@@ -14,7 +14,7 @@ from hdtool.runtime.core.draws import (
     ALL_TOKENS,
     NOT_FINITE,
     UNDECIDED,
-    Draws,
+    DrawOptions,
     draw_from_kept,
     draw_row,
     sample_among,
@@ -27,7 +27,7 @@ from hdtool.runtime.kernels.topk import MAX_RANKED, argmax_of_row, bits_of, is_f
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
 
 
-def ranked_for(draws: Draws) -> int:
+def ranked_for(draws: DrawOptions) -> int:
     """Return how many of a row's highest scores a draw with these options needs; 0 if it needs all scores.
 
     Top-p depends on the sum of all weights. With a temperature alone, a token outside of the highest ``MAX_RANKED`` is
@@ -38,7 +38,7 @@ def ranked_for(draws: Draws) -> int:
     return MAX_RANKED if draws.min_p > 0 and draws.top_p >= 1 else 0
 
 
-def compile_ranked_walks(draws: Draws, walk_buffer: Array) -> None:
+def compile_ranked_walks(draws: DrawOptions, walk_buffer: Array) -> None:
     """Compile ``walk_ranked``, or load it from the cache, before the first step."""
     bare, tokens, scores = DraftTree.bare(0), np.zeros((1, 1), np.int64), np.zeros((1, 1), np.float32)
     walk_ranked(1, tokens, scores, bare.tokens, bare.parents, 1, walk_buffer, 0, draws)
@@ -54,7 +54,7 @@ def walk_ranked(
     max_tokens: int,
     walk_buffer: Array,
     position: int,
-    draws: Draws,
+    draws: DrawOptions,
 ) -> tuple[int, bool]:
     """Walk down the tree by drawing up to ``max_tokens`` tokens, given only the highest scores of each row.
 
@@ -105,7 +105,7 @@ def draw_ranked(position: Any, vocabulary: Any, tokens: Any, scores: Any, draws:
 NO_FORCED_TOKENS = np.empty(0, np.int64)
 
 
-def compile_drawn_walks(draws: Draws, walk_buffer: Array) -> None:
+def compile_drawn_walks(draws: DrawOptions, walk_buffer: Array) -> None:
     """Compile ``walk_draws``, or load it from the cache, before the first step."""
     bare, row = DraftTree.bare(0), np.zeros(1, np.float32)
     walk_draws(row.ctypes.data, 1, 1, NO_FORCED_TOKENS, bare.tokens, bare.parents, 1, walk_buffer, 0, False, draws)
@@ -130,7 +130,7 @@ def walk_draws(
     walk_buffer: Array,
     position: int,
     is_masked: bool,
-    draws: Draws,
+    draws: DrawOptions,
 ) -> tuple[int, bool]:
     """Walk down the tree by drawing up to ``max_tokens`` tokens from float32 logits.
 

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.runtime.budget.budgeted_drafter import BudgetedDrafter
-from hdtool.runtime.budget.gate import Gate
 from hdtool.runtime.budget.node_budget import Budget
+from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate
 from hdtool.runtime.config.decoding import (
     DRAFT_MODEL,
     HEADS_DRAFTER,
@@ -49,7 +49,7 @@ from hdtool.runtime.drafters.trained.dflash_checkpoints import load_dflash
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter, mtp_layers_of
 from hdtool.runtime.drafters.trained.proposal import best_paths
-from hdtool.runtime.drafters.trained.sequential import SequentialDrafter, TrainedDrafter
+from hdtool.runtime.drafters.trained.sequential import SequentialDrafter, TrainedProposer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 class StandaloneDrafter(BudgetedDrafter):
     """Drafts trees from a single trained drafter."""
 
-    def __init__(self, trained: TrainedDrafter, budget: Budget, static: StaticTree | None = None) -> None:
+    def __init__(self, trained: TrainedProposer, budget: Budget, static: StaticTree | None = None) -> None:
         """With a ``static`` tree, every draft has that shape; by default, a draft has the most probable nodes."""
         super().__init__(budget)
         self.trained, self._static = trained, static
@@ -113,14 +113,14 @@ STATIC = "static"
 
 def trained_drafter(
     config: DecodeConfig, target: Target, tokenizer: TokenizerFingerprint | None = None
-) -> TrainedDrafter:
+) -> TrainedProposer:
     """Return the trained drafter of ``config.method``; a draft model must share the target's ``tokenizer``.
 
     Unless the number of draft tokens is fixed, the drafters of a method for this target share a gate.
     """
     kind, gate = config.trained, None
     if config.draft_tokens is None:
-        gate = loaded_once(target, f"{config.method}: gate", lambda: Gate(target.log))
+        gate = loaded_once(target, f"{config.method}: gate", lambda: TrainedDrafterGate(target.log))
     if kind == HEADS_DRAFTER or (
         kind == MTP_DRAFTER and config.method in methods_with_heads(config.heads, target.model)
     ):
@@ -132,8 +132,8 @@ def trained_drafter(
 
 
 def published_drafter(
-    name: str, target: Target, tokenizer: TokenizerFingerprint | None = None, gate: Gate | None = None
-) -> TrainedDrafter:
+    name: str, target: Target, tokenizer: TokenizerFingerprint | None = None, gate: TrainedDrafterGate | None = None
+) -> TrainedProposer:
     """Return a drafter for a published checkpoint: a drafter trained for the target, or any small language model."""
     published = PublishedDrafter.named(name)
     kind = published.kind
@@ -150,7 +150,7 @@ def published_drafter(
         return SequentialDrafter(EagleModule(eagle, target), columns=columns, source=SourceId.DRAFTER, gate=gate)
 
 
-def drafter_of(saved: SavedHeads, target: Target, gate: Gate | None = None) -> TrainedDrafter:
+def drafter_of(saved: SavedHeads, target: Target, gate: TrainedDrafterGate | None = None) -> TrainedProposer:
     """Return the drafter that runs the heads: in parallel or token by token, depending on their class."""
     return (HeadsState if isinstance(saved.heads, ParallelHeads) else sequential_drafter)(saved, target, gate)
 

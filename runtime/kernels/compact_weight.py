@@ -1,7 +1,7 @@
 """Float32 weights stored losslessly in 16 bits or in packed blocks.
 
 Such a weight acts as a float32 tensor: operations expand it first, except that row lookups (embeddings) expand only the
-selected rows and ``linear.py`` multiplies by the stored form directly.
+selected rows and ``linear_layers.py`` multiplies by the stored form directly.
 """
 
 from __future__ import annotations

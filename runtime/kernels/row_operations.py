@@ -172,7 +172,7 @@ def gate_pairs(builder: Any, pairs: Any, size: Any, alpha: Any, limit: Any, writ
 def gate_halves(builder: Any, gate: Any, up: Any, biases: Any, size: Any, alpha: Any, limit: Any) -> None:
     """Add biases to ``gate`` and ``up``, and overwrite ``gate`` with the clamped activation of ``gate_pairs``.
 
-    Gate and up are separate arrays of ``size`` numbers; their biases are pairs ``[gate, up]``.
+    TrainedDrafterGate and up are separate arrays of ``size`` numbers; their biases are pairs ``[gate, up]``.
     """
     code = FloatCode(builder)
 

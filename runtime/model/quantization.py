@@ -15,7 +15,7 @@ from torch.nn import Module
 from hdtool.data.errors import FamilyError, ModelError, OptionError, install_command
 from hdtool.data.notes import note
 from hdtool.runtime.core.tolerances import HIGH_PRECISION_TOLERANCE, distances
-from hdtool.runtime.kernels.linear import has_plain_weight
+from hdtool.runtime.kernels.linear_layers import has_plain_weight
 from hdtool.runtime.model.transformers_internals import passes
 
 if TYPE_CHECKING:

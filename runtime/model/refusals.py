@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 READABLE_LAYERS = {FULL, SLIDING, CHUNKED, *WITHOUT_MASK, *(name for names in ALIASES.values() for name in names)}
-PLAIN = "Use generate of transformers without hdtool"
+USE_GENERATE = "Use generate of transformers without hdtool"
 """Advice for users whose model is refused."""
 POSITIONS_BY_DISTANCE = ("bloom", "mpt")
 """Model families with ALiBi, whose attention derives distances from the order of tokens and ignores position ids."""
@@ -28,12 +28,12 @@ def refuse_by_configuration(config: Any) -> None:
     """Raise a ``FamilyError`` if a model's configuration is unsupported; this needs no weights."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise refusal(kind, f"is an encoder-decoder: hdtool drafts for decoder-only models. {PLAIN}")
+        raise refusal(kind, f"is an encoder-decoder: hdtool drafts for decoder-only models. {USE_GENERATE}")
     text = config.get_text_config(decoder=True)
     kept, longest = getattr(text, "keep_window_size", None), getattr(text, "max_position_embeddings", None)
     if kept and (longest is None or kept < longest):
         reason = f"attends to its {kept:,} best keys, and its keep_window_size is less than its context"
-        raise refusal(kind, f"{reason}: which of equal keys it takes depends on the pass. {PLAIN}")
+        raise refusal(kind, f"{reason}: which of equal keys it takes depends on the pass. {USE_GENERATE}")
 
 
 def without_trees(config: Any) -> str:
@@ -64,7 +64,8 @@ def refuse_by_class(model: PreTrainedModel) -> None:
     """Raise a ``FamilyError`` if the model's ``forward`` takes no KV cache."""
     if cache_name(model) is None:
         raise refusal(
-            model.config.model_type, f"takes no key-value cache: each step would read the whole context. {PLAIN}"
+            model.config.model_type,
+            f"takes no key-value cache: each step would read the whole context. {USE_GENERATE}",
         )
 
 

@@ -27,7 +27,7 @@ LAYOUT = attrgetter("shape", "dtype")
 MODULE_ATTRIBUTES = frozenset(vars(Module()))
 """Attributes that torch gives to every module."""
 
-PLAIN = (bool, int, float, str, type(None))
+SCALAR_TYPES = (bool, int, float, str, type(None))
 
 
 class RecordedModel:
@@ -134,7 +134,7 @@ def _plain(value: Any) -> Hashable:
     Settings are plain values, tensors and containers of them; return None for other objects.
     """
     kind = type(value)  # isinstance would also read ``__class__``, which configurations of transformers answer slowly
-    if issubclass(kind, PLAIN):
+    if issubclass(kind, SCALAR_TYPES):
         return cast(Hashable, value)
     if issubclass(kind, torch.Tensor):
         return id(value), *map(torch.Tensor.data_ptr, _with_numbers(value))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from torch.nn import Linear, Module
 
-from hdtool.runtime.kernels.linear import CompiledLinear
+from hdtool.runtime.kernels.linear_layers import CompiledLinear
 from hdtool.runtime.program.mixer_parts import epsilon_of, tensors_of
 
 if TYPE_CHECKING:

@@ -28,19 +28,7 @@ from hdtool.data.stores.history_manifest import (
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_file_names import MANIFEST
 from hdtool.runtime.kernels.compiled import Ints, Uncopyable
-from hdtool.runtime.stores.history_files import (
-    OpenFiles,
-    compile_ring,
-    create_if_new,
-    delete_rebuild_leftovers,
-    lengthen,
-    open_files,
-    positions_within,
-    rebuild,
-    require_room,
-    store_errors,
-)
-from hdtool.runtime.stores.history_records import (
+from hdtool.runtime.stores.history_metadata import (
     MAX_SOURCE_NAME,
     MIN_POSITIONS_PER_CONVERSATION,
     StoredConversation,
@@ -52,6 +40,18 @@ from hdtool.runtime.stores.history_records import (
     put_state,
     state_of,
     token_hash,
+)
+from hdtool.runtime.stores.history_ring import (
+    OpenFiles,
+    compile_ring,
+    create_if_new,
+    delete_rebuild_leftovers,
+    lengthen,
+    open_files,
+    positions_within,
+    rebuild,
+    require_room,
+    store_errors,
 )
 from hdtool.runtime.stores.token_log import LOG, MAX_LOG_POSITIONS, OVERLAP_TOKENS, TokenLog
 

@@ -17,7 +17,7 @@ import numpy as np
 from hdtool.data.stores.kinds import HISTORY, HISTORY_KIND
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.corpus_index import MAX_RANGE_ORDER, CorpusIndex, CorpusSearch
-from hdtool.runtime.stores.history_records import StoredConversation
+from hdtool.runtime.stores.history_metadata import StoredConversation
 from hdtool.runtime.stores.history_store import HistoryStore
 from hdtool.runtime.stores.model_store import MAX_PREFIX_TOKENS, ModelRecord, ModelStore, look_up
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS, matches

@@ -25,7 +25,7 @@ from hdtool.data.stores.tenant import history_of_tenant
 from hdtool.runtime.config.decoding import HOME, DecodeConfig, StoresConfig
 from hdtool.runtime.config.draft_sources import SOURCE_LETTERS, SOURCE_NAMES
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.history_files import create_if_new
+from hdtool.runtime.stores.history_ring import create_if_new
 from hdtool.runtime.stores.history_store import History, HistoryStore
 from hdtool.runtime.stores.model_store import ModelStore
 

@@ -22,7 +22,7 @@ from hdtool.runtime.engines.capture_interface import never
 from hdtool.runtime.generation.settings import generation_settings
 from hdtool.runtime.kernels.compile_process import core_left_free
 from hdtool.runtime.kernels.experts import compile_experts
-from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.kernels.linear_layers import compile_linear_layers
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, pack_weights
 from hdtool.runtime.model.lean_imports import collect_garbage_again

@@ -25,7 +25,7 @@ from hdtool.runtime.weights.stored_pieces import Piece
 if TYPE_CHECKING:
     from hdtool.runtime.config.model import ModelConfig
 
-PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+UNQUANTIZED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of unquantized tensor formats."""
 
 
@@ -73,9 +73,9 @@ class GGUFFile:
     def dtype(self) -> torch.dtype:
         """Dtype that holds all weights: float32 if any are quantized, as no narrower dtype holds their values."""
         formats = {piece.format for piece in self.tensors.values()}
-        if not formats <= PLAIN.keys():
+        if not formats <= UNQUANTIZED_DTYPES.keys():
             return torch.float32
-        dtypes = {PLAIN[form] for form in formats}
+        dtypes = {UNQUANTIZED_DTYPES[form] for form in formats}
         return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), torch.float32)
 
     def entries(self) -> dict[str, bytes]:

@@ -7,7 +7,7 @@ from math import prod
 
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_NAME
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from hdtool.runtime.weights.gguf_file import PLAIN, GGUFFile
+from hdtool.runtime.weights.gguf_file import UNQUANTIZED_DTYPES, GGUFFile
 from hdtool.runtime.weights.stored_pieces import Piece
 from hdtool.runtime.weights.weight_store import are_read_by_matmul
 
@@ -21,7 +21,7 @@ def stays_packed(tensor: Piece) -> bool:
 def slow_weights(file: GGUFFile) -> str | None:
     """Describe how many quantized matrices must be expanded to float32 and why; return None if there are none."""
     matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
-    slow = [matrix for matrix in matrices if matrix.format not in PLAIN and not stays_packed(matrix)]
+    slow = [matrix for matrix in matrices if matrix.format not in UNQUANTIZED_DTYPES and not stays_packed(matrix)]
     if not slow:
         return None
     reasons = ", ".join(f"{count} in {reason}" for reason, count in Counter(map(_reason, slow)).most_common())

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.builders.stores.build import build_corpus_index
 from hdtool.builders.stores.build_engine import BuildEngine
+from hdtool.builders.stores.build_stores import build_corpus_index
 from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.documents import Document, InputFile, stored_documents
 from hdtool.data.stores.manifest import TokenizerFingerprint

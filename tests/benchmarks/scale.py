@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.builders.stores.build import build_corpus_index
 from hdtool.builders.stores.build_engine import SORT_MEMORY_FACTOR, BuildEngine
+from hdtool.builders.stores.build_stores import build_corpus_index
 from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.stores.manifest import TokenizerFingerprint

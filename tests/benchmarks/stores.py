@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from hdtool.builders.stores.build import build_corpus_index, build_model_store
+from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
 from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.documents import Document
 from hdtool.data.stores.manifest import TokenizerFingerprint

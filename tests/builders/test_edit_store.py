@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hdtool.builders.stores import edit_store as rework
-from hdtool.builders.stores.build import build_corpus_index, build_model_store
+from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import StoreError
 from hdtool.data.stores import store_file_names

@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from hdtool.builders.export import REPLACEMENT, count_preserved_tokens, export_corpus, text_of
-from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import BuildEngine
+from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
 from hdtool.builders.stores.edit_store import StoreContents
 from hdtool.cli.app import run
 from hdtool.data import demo
@@ -22,7 +22,7 @@ from hdtool.data.progress import progress_bar
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.stores.history_files import create_if_new
+from hdtool.runtime.stores.history_ring import create_if_new
 from hdtool.runtime.stores.history_store import HistoryStore
 from hdtool.runtime.stores.model_store import VOCABULARY_RANKING_TOKENS
 

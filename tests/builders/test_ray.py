@@ -31,8 +31,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(FOUND)
 pytestmark = pytest.mark.filterwarnings("default")
 
 from hdtool.builders.stores import ray_engine as engines  # noqa: E402
-from hdtool.builders.stores.build import BUILDS  # noqa: E402
 from hdtool.builders.stores.build_engine import BuildEngine  # noqa: E402
+from hdtool.builders.stores.build_stores import BUILDS  # noqa: E402
 from hdtool.builders.stores.ray_engine import ray_engine  # noqa: E402
 from hdtool.cli.app import run  # noqa: E402
 from hdtool.data.errors import ClusterError, RecordError  # noqa: E402

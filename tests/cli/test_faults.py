@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hdtool.builders.stores.build import build_corpus_index, build_model_store
+from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint

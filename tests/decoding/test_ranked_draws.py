@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList
 
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import accept
-from hdtool.runtime.core.draws import ALL_TOKENS, NOT_FINITE, UNDECIDED, WARPER_OPTIONS, Draws, draw_row
+from hdtool.runtime.core.draws import ALL_TOKENS, NOT_FINITE, UNDECIDED, WARPER_OPTIONS, DrawOptions, draw_row
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import ROOT, DraftTree
@@ -66,7 +66,7 @@ def test_what_the_highest_scores_decide_is_what_all_scores_decide(
         row = np.float32(step) * np.round(row / np.float32(step))
     row[drawn.random(vocabulary) < 0.1] = -np.inf
     row[0] = 1.0
-    draws = Draws(np.uint64(seed), np.float32(temperature), top_k, top_p, min_p)
+    draws = DrawOptions(np.uint64(seed), np.float32(temperature), top_k, top_p, min_p)
     tokens, scores = ranking(row, most)
     found = draw_ranked(7, vocabulary, tokens, scores, draws)
     assert found in (UNDECIDED, draw_row(7, row, ALL_TOKENS, draws))
@@ -97,7 +97,7 @@ def test_other_draws_read_their_row() -> None:
 
 
 def test_rows_that_are_not_finite_are_noticed() -> None:
-    draws = Draws(np.uint64(1), np.float32(1.0), 0, 1.0, 0.1)
+    draws = DrawOptions(np.uint64(1), np.float32(1.0), 0, 1.0, 0.1)
     for highest in (np.nan, np.inf, -np.inf):
         row = np.full(100, -np.inf, np.float32)
         row[3] = highest

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hdtool.builders.stores.build import build_corpus_index
 from hdtool.builders.stores.build_engine import BuildEngine
+from hdtool.builders.stores.build_stores import build_corpus_index
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget

@@ -13,8 +13,14 @@ from transformers import PreTrainedModel
 
 from hdtool.data import demo
 from hdtool.runtime.budget.averages import LinearCost
-from hdtool.runtime.budget.gate import MAX_EXPECTED_LOSS, MAX_TRIAL_LOSS, MIN_TRIAL_STEPS, TRIAL_STEPS, Gate
 from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.budget.trained_drafter_gate import (
+    MAX_EXPECTED_LOSS,
+    MAX_TRIAL_LOSS,
+    MIN_TRIAL_STEPS,
+    TRIAL_STEPS,
+    TrainedDrafterGate,
+)
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import SamplingConfig
@@ -23,7 +29,7 @@ from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.trained import sequential
 from hdtool.runtime.drafters.trained.assistant import DraftModel
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter
-from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, QueuedTokens, SequentialDrafter, TrainedDrafter
+from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, QueuedTokens, SequentialDrafter, TrainedProposer
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, published_drafter, trained_drafter
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.target.load import load
@@ -36,7 +42,7 @@ from tests.support.published_drafters import assistant, block_drafter, dflash, e
 from tests.sweep.models import tiny_model
 
 
-def speed(gate: Gate, steps: int, drafting: tuple[float, float], without: tuple[float, float]) -> float:
+def speed(gate: TrainedDrafterGate, steps: int, drafting: tuple[float, float], without: tuple[float, float]) -> float:
     """Tokens per second of so many steps, each kind with its tokens and seconds."""
     tokens = seconds = 0.0
     for _ in range(steps):
@@ -48,19 +54,19 @@ def speed(gate: Gate, steps: int, drafting: tuple[float, float], without: tuple[
 
 @pytest.mark.parametrize("drafting", [(3.0, 1.5), (2.2, 1.5), (1.9, 1.02), (1.8, 3.0)])
 def test_trials_lose_little(drafting: tuple[float, float]) -> None:
-    gate, without = Gate(PassLog()), (1.8, 1.0)
+    gate, without = TrainedDrafterGate(PassLog()), (1.8, 1.0)
     best = max(drafting[0] / drafting[1], 1.8)
     speed(gate, 1000, drafting, without)
     assert speed(gate, 2000, drafting, without) > (1 - 2 * MAX_TRIAL_LOSS) * best
 
 
 def test_a_drafter_that_costs_much_is_switched_off_in_the_first_answer() -> None:
-    assert speed(Gate(PassLog()), 200, (1.9, 1.6), (1.8, 1.0)) > 0.97 * 1.8
+    assert speed(TrainedDrafterGate(PassLog()), 200, (1.9, 1.6), (1.8, 1.0)) > 0.97 * 1.8
 
 
 def test_a_drafter_that_costs_the_time_of_many_steps_is_tried_rarely() -> None:
     """As an MTP layer of a small model, whose own passes are compiled."""
-    gate, drafting, without = Gate(PassLog()), (1.8, 30.0), (1.0, 1.0)
+    gate, drafting, without = TrainedDrafterGate(PassLog()), (1.8, 30.0), (1.0, 1.0)
     assert speed(gate, 100, drafting, without) > 0.6
     assert gate._seconds[1].observed == MIN_TRIAL_STEPS
     speed(gate, 10_000, drafting, without)
@@ -68,14 +74,14 @@ def test_a_drafter_that_costs_the_time_of_many_steps_is_tried_rarely() -> None:
 
 
 def test_a_single_interruption_does_not_switch_it_off() -> None:
-    gate = Gate(PassLog())
+    gate = TrainedDrafterGate(PassLog())
     speed(gate, 500, (3.0, 1.1), (1.8, 1.0))
     gate.observe(3.0, 1e6, used=True)
     assert speed(gate, 500, (3.0, 1.1), (1.8, 1.0)) > 0.95 * 3.0 / 1.1
 
 
 def test_a_step_counts_for_its_own_kind_though_another_answer_has_switched_the_gate() -> None:
-    gate = Gate(PassLog())
+    gate = TrainedDrafterGate(PassLog())
     while not gate.runs_drafter:
         gate.observe(3.0, 1.0, used=False)
     gate.observe(100.0, 1.0, used=False)  # this step began before the switch
@@ -83,7 +89,7 @@ def test_a_step_counts_for_its_own_kind_though_another_answer_has_switched_the_g
 
 
 def test_the_gate_follows_a_change() -> None:
-    gate = Gate(PassLog())
+    gate = TrainedDrafterGate(PassLog())
     for tokens in (3.0, 1.0, 3.0):
         speed(gate, 3000, (tokens, 1.2), (1.5, 1.0))
         used = list[bool]()
@@ -96,7 +102,7 @@ def test_the_gate_follows_a_change() -> None:
 @pytest.mark.parametrize("drafting", [1.4, 2.5])
 def test_a_trial_that_must_lose_time_waits_until_little_is_lost(drafting: float) -> None:
     """As a draft model of a third of the model's size: its first step reads the prompt, and takes eight steps."""
-    gate, seconds, loss = Gate(PassLog()), 0.0, 0.0
+    gate, seconds, loss = TrainedDrafterGate(PassLog()), 0.0, 0.0
     used, last = list[int](), -1000
     for step in range(20_000):
         if gate.may_run(8.0):
@@ -113,7 +119,7 @@ def test_a_trial_that_must_lose_time_waits_until_little_is_lost(drafting: float)
 
 
 def test_a_cheap_trial_does_not_wait() -> None:
-    gate = Gate(PassLog())
+    gate = TrainedDrafterGate(PassLog())
     for _ in range(TRIAL_STEPS):
         assert not gate.may_run(0.5)
         gate.observe(1.0, 1.0, used=False)
@@ -123,11 +129,11 @@ def test_a_cheap_trial_does_not_wait() -> None:
 PROBS = np.array([0.6, 0.3, 0.05, 0.01])
 
 
-def gate_of(base: float, row: float) -> Gate:
+def gate_of(base: float, row: float) -> TrainedDrafterGate:
     """A gate that knows what the drafter's passes take, and that the last pass of the target took 10 seconds."""
     log = PassLog()
     log.add(10.0)
-    gate = Gate(log)
+    gate = TrainedDrafterGate(log)
     for rows in (1, 4, 2, 3) * 4:
         gate.note_pass(rows, base + row * rows)
     return gate
@@ -167,7 +173,7 @@ def test_drafts_must_bring_as_much_as_steps_do() -> None:
 def test_the_first_pass_is_made_to_learn_its_cost_and_prompts_tell_nothing_of_it() -> None:
     log = PassLog()
     log.add(1e-9)
-    gate = Gate(log)
+    gate = TrainedDrafterGate(log)
     gate.note_pass(500, 3.0)
     assert gate.pass_cost.observed == 0 and gate.paths_to_extend(PROBS, 0.9) == 4
     gate.note_pass(4, 3.0)
@@ -208,23 +214,23 @@ def six_layers() -> PreTrainedModel:
     return model
 
 
-def of_layers(number: int, folder: Path) -> tuple[Target, TrainedDrafter]:
+def of_layers(number: int, folder: Path) -> tuple[Target, TrainedProposer]:
     target = Target(with_mtp("deepseek_v3", folder, number))
     return target, mtp_drafter(target)
 
 
-def of_model(folder: Path) -> tuple[Target, TrainedDrafter]:
+def of_model(folder: Path) -> tuple[Target, TrainedProposer]:
     target = Target(model_of("llama"))
     module = DraftModel(Target(model_of("qwen3")), target.vocabulary)
     return target, SequentialDrafter(module, source=SourceId.DRAFTER, width=1)
 
 
-def published(model: Callable[[], PreTrainedModel], make: Maker, folder: Path) -> tuple[Target, TrainedDrafter]:
+def published(model: Callable[[], PreTrainedModel], make: Maker, folder: Path) -> tuple[Target, TrainedProposer]:
     target = Target(model())
     return target, published_drafter(str(make(folder, target.model)), target)
 
 
-MAKERS: dict[str, Callable[[Path], tuple[Target, TrainedDrafter]]] = {
+MAKERS: dict[str, Callable[[Path], tuple[Target, TrainedProposer]]] = {
     "a layer": partial(of_layers, 1),
     "layers in turn": partial(of_layers, 3),
     "draft model": of_model,

@@ -14,7 +14,7 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from hdtool.data import demo
 from hdtool.data.errors import HeadsError
-from hdtool.runtime.budget.gate import Gate
+from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import SamplingConfig
@@ -208,7 +208,7 @@ def test_layers_that_do_not_pay_make_few_passes(tmp_path: Path) -> None:
     target = Target(with_mtp("glm4_moe", tmp_path))
     passes = list[int]()
 
-    class Dear(Gate):
+    class Dear(TrainedDrafterGate):
         """Each pass takes the time of ten steps, but the drafter runs in each step."""
 
         def may_run(self, cost: float) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hdtool.builders.stores.build import build_model_store
+from hdtool.builders.stores.build_stores import build_model_store
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget

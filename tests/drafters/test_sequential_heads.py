@@ -11,8 +11,8 @@ import torch
 
 from hdtool.cli.app import run as hdtool
 from hdtool.data.errors import HeadsError
-from hdtool.runtime.budget.gate import Gate
 from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate
 from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
@@ -195,7 +195,7 @@ def test_odds_of_the_evaluation_calibrate_the_first_draft() -> None:
     saved = random_for(target, SEQUENTIAL["mtp with a draft vocabulary"])
     odds = [[share] * PROB_BUCKETS for share in (0.09, 0.05, 0.02)]
     evaluation = EvalResult(odds=odds)
-    for gate in (None, Gate(target.log)):
+    for gate in (None, TrainedDrafterGate(target.log)):
         drafter = sequential_drafter(replace(saved, evaluation=evaluation), target, gate)
         run(
             target,

@@ -32,7 +32,7 @@ from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.measuring import PEERS, BenchConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.generation.grammar import Guide
-from hdtool.runtime.kernels.linear import has_compiled_layers
+from hdtool.runtime.kernels.linear_layers import has_compiled_layers
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 from tests.support.bars import counted_bars

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from hdtool.builders.stores.build import BUILDS
+from hdtool.builders.stores.build_stores import BUILDS
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, OptionError, ServeError, StoreError, install_command

@@ -27,7 +27,7 @@ from hdtool.runtime.integrations.vllm.launch import Launch
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.integrations.vllm.settings import VllmSettings
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.history_files import create_if_new
+from hdtool.runtime.stores.history_ring import create_if_new
 from hdtool.runtime.stores.history_store import History, HistoryStore
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet

@@ -17,7 +17,7 @@ from hdtool.runtime.budget.measure_passes import _saved_file
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.experts import arrange_experts
-from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers, compiled_linear, share_weights
+from hdtool.runtime.kernels.linear_layers import CompiledLinear, compile_linear_layers, compiled_linear, share_weights
 from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.compact_layers import (
     compact_parameters,

@@ -13,7 +13,7 @@ from hdtool.data.durable_files import CachedValue
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.kernels.linear_layers import compile_linear_layers
 from hdtool.runtime.target import threads
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.target.threads import choose_threads

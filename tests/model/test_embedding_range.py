@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hdtool.builders.stores.build import build_corpus_index, build_model_store
+from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import ModelError, PromptError
 from hdtool.data.stores.manifest import TokenizerFingerprint

@@ -16,7 +16,7 @@ from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.compiled_support import may_be_compiled
-from hdtool.runtime.kernels.linear import CompiledLinear
+from hdtool.runtime.kernels.linear_layers import CompiledLinear
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target import load as loading
 from hdtool.runtime.target.load import load

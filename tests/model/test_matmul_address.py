@@ -8,8 +8,8 @@ from numba import njit
 
 from hdtool.runtime.engines.cpu.int8_panels import Panels, int8_matmul_of
 from hdtool.runtime.kernels.compiled import struct_at
-from hdtool.runtime.kernels.gemm import KERNELS, call_at, matmul_of
-from hdtool.runtime.kernels.linear import compiled_linear
+from hdtool.runtime.kernels.linear_layers import compiled_linear
+from hdtool.runtime.kernels.matmul_choice import KERNELS, call_at, matmul_of
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, BlockFormat
 from hdtool.runtime.kernels.thread_pool import ROW_MULTIPLE
 from tests.support.packed_blocks import MAX_BLOCK_SIZE, int8_linear, needs_blocks, some_matrix

@@ -114,7 +114,7 @@ from hashlib import sha256
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.engines.cpu.int8_panels import Panels
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS
-from hdtool.runtime.kernels.linear import compiled_linear
+from hdtool.runtime.kernels.linear_layers import compiled_linear
 from tests.support.packed_blocks import expected, int8_linear, some_matrix
 
 for format in [one for one in ALL_FORMATS if one.name in NAMES]:

@@ -23,7 +23,7 @@ from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers
+from hdtool.runtime.kernels.linear_layers import CompiledLinear, compile_linear_layers
 from hdtool.runtime.model import quantization as quantizing
 from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.model.quantization import RowByRow, quantized_layers

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hdtool.runtime.engines.cpu.int8_panels import Panels
-from hdtool.runtime.kernels.linear import compiled_linear
+from hdtool.runtime.kernels.linear_layers import compiled_linear
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.thread_pool import MIN_PARALLEL_WEIGHTS, ThreadPool, shared_thread_pool
 from tests.support.packed_blocks import MAX_BLOCK_SIZE, int8_linear, needs_blocks, some_matrix
@@ -80,7 +80,7 @@ def test_a_team_of_one_and_a_team_that_is_busy_are_closed() -> None:
 FORKED = """
 import os, torch
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
-from hdtool.runtime.kernels.linear import compiled_linear
+from hdtool.runtime.kernels.linear_layers import compiled_linear
 from tests.support.packed_blocks import some_matrix
 
 torch.set_num_threads(3)

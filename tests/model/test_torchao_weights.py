@@ -18,7 +18,7 @@ from hdtool.data import demo
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.gemm_tiles import TILE_OUT_FEATURES
-from hdtool.runtime.kernels.linear import compiled_linear
+from hdtool.runtime.kernels.linear_layers import compiled_linear
 from hdtool.runtime.kernels.matrix_formats import INT8
 from hdtool.runtime.kernels.packed_matrix import packed_int4, packed_int8, packed_weight
 from hdtool.runtime.model import compact_layers

@@ -25,8 +25,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hdtool.builders.stores import edit_store
-from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import BuildEngine
+from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
 from hdtool.builders.stores.edit_store import HistoryDocuments, drop_conversations, history_folders
 from hdtool.cli.store_output import verify_conversations
 from hdtool.data.documents import Document, InputFile
@@ -43,14 +43,14 @@ from hdtool.data.stores.store_file_names import (
 )
 from hdtool.data.stores.store_folder import read_manifest
 from hdtool.data.stores.stores_at_home import history_at_home
-from hdtool.runtime.stores import history_files, history_store
-from hdtool.runtime.stores.history_files import (
+from hdtool.runtime.stores import history_ring, history_store
+from hdtool.runtime.stores.history_metadata import MIN_POSITIONS_PER_CONVERSATION, StoredConversation
+from hdtool.runtime.stores.history_ring import (
     MAX_STORE_BYTES,
     MIN_STORE_POSITIONS,
     NEW_STORE_POSITIONS,
     create_if_new,
 )
-from hdtool.runtime.stores.history_records import MIN_POSITIONS_PER_CONVERSATION, StoredConversation
 from hdtool.runtime.stores.history_store import History, HistoryStore
 from hdtool.runtime.stores.inspect_store import continuations, description, latency_of
 from hdtool.runtime.stores.model_store import sequence_hash
@@ -143,7 +143,7 @@ def test_the_store_grows_up_to_its_bound(tmp_path: Path) -> None:
 
 def test_growth_moves_nothing_and_may_be_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = 1 << 12
-    monkeypatch.setattr(history_files, "NEW_STORE_POSITIONS", size)
+    monkeypatch.setattr(history_ring, "NEW_STORE_POSITIONS", size)
     store, other = opened(tmp_path, max_bytes=12 * 4 * size), opened(tmp_path)
     said: list[list[int]] = []
 
@@ -160,7 +160,7 @@ def test_growth_moves_nothing_and_may_be_cut_off(tmp_path: Path, monkeypatch: py
     whole(store, size)
     other.refresh()
     with monkeypatch.context() as patched:
-        patched.setattr(history_files, "write_manifest", no_room)
+        patched.setattr(history_ring, "write_manifest", no_room)
         with pytest.warns(RuntimeWarning, match="is not kept on the disk"):
             assert not store.append([9] * 600, [])
     whole(opened(tmp_path), size)
@@ -445,13 +445,13 @@ def test_nothing_is_lost_if_the_store_is_replaced_while_it_is_opened(
 
     def then_dropped(folder: Path) -> Any:
         manifest = read_history_manifest(folder)
-        monkeypatch.setattr(history_files, "read_history_manifest", read_history_manifest)
-        monkeypatch.setattr(history_files, "sweep_history", lambda *_: None)  # the old files are still there
+        monkeypatch.setattr(history_ring, "read_history_manifest", read_history_manifest)
+        monkeypatch.setattr(history_ring, "sweep_history", lambda *_: None)  # the old files are still there
         drop_conversations(folder, source="secret")
         return manifest
 
     monkeypatch.setattr(history_store, "delete_rebuild_leftovers", lambda folder: None)
-    monkeypatch.setattr(history_files, "read_history_manifest", then_dropped)
+    monkeypatch.setattr(history_ring, "read_history_manifest", then_dropped)
     assert HistoryStore(tmp_path).append([7, 8, 9], [], "public")
     assert held(opened(tmp_path))[-1] == [7, 8, 9]
 
@@ -460,7 +460,7 @@ def test_files_of_a_killed_command_go_when_the_store_is_opened(tmp_path: Path, m
     """A drop that was killed after the manifest was replaced leaves the old files."""
     mixed_store(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(history_files, "sweep_history", lambda *_: None)
+        patched.setattr(history_ring, "sweep_history", lambda *_: None)
         drop_conversations(tmp_path, source="secret")
     assert planted_in(tmp_path)
     opened(tmp_path)
@@ -616,7 +616,7 @@ def test_a_disk_that_is_almost_full_is_left_alone(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(history_store, "ROOM_CHECK_SECONDS", 0.0)
     assert store.append([1, 2, 3], [])
     with monkeypatch.context() as patched, pytest.warns(RuntimeWarning, match="1 MiB free") as caught:
-        patched.setattr(history_files, "disk_usage", lambda _: usage)
+        patched.setattr(history_ring, "disk_usage", lambda _: usage)
         assert not store.append([1, 2, 4], [])
         assert not store.append([1, 2, 5], [])
     assert len(caught) == 1
@@ -671,7 +671,7 @@ def test_a_store_that_is_extended_while_it_is_opened_is_not_repaired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers beyond the end of the smaller ring aren't damaged."""
-    other, answers, open_files = opened(tmp_path), NEW_STORE_POSITIONS // 1000 + 1, history_files.open_files
+    other, answers, open_files = opened(tmp_path), NEW_STORE_POSITIONS // 1000 + 1, history_ring.open_files
 
     def then_extended(*arguments: Any, **options: Any) -> Any:
         monkeypatch.setattr(history_store, "open_files", open_files)
@@ -772,7 +772,7 @@ def test_old_conversations_are_dropped(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_drop_that_fails_leaves_the_store_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = mixed_store(tmp_path)
     before, answers = sorted(path.name for path in tmp_path.iterdir()), held(store)
-    monkeypatch.setattr(history_files, "write_manifest", no_room)
+    monkeypatch.setattr(history_ring, "write_manifest", no_room)
     with pytest.raises(StoreError, match="cannot be written"):
         drop_conversations(tmp_path, source="secret")
     assert sorted(path.name for path in tmp_path.iterdir()) == before
@@ -789,7 +789,7 @@ def test_a_drop_interrupted_after_the_manifest_was_replaced_loses_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(history_files, "write_manifest", then_interrupted)
+        patched.setattr(history_ring, "write_manifest", then_interrupted)
         with pytest.raises(KeyboardInterrupt):
             drop_conversations(tmp_path, source="secret")
     assert planted_in(tmp_path) == []

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hdtool.builders.stores.build import PROBABILITY_UNITS, build_model_store, vocabulary_rankings
+from hdtool.builders.stores.build_stores import PROBABILITY_UNITS, build_model_store, vocabulary_rankings
 from hdtool.builders.stores.edit_store import StoreContents, add, merge
 from hdtool.cli.app import run as command
 from hdtool.data import demo

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from hdtool.runtime.engines.cpu.int8_panels import Panels, int8_matmul_of
-from hdtool.runtime.kernels.linear import multiply
+from hdtool.runtime.kernels.linear_layers import multiply
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, INT4, INT8, BlockFormat
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16

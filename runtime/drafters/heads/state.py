@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from hdtool.runtime.budget.gate import Gate
+from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate
 from hdtool.runtime.core.engine_interface import Ranked, TopTokens
 from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.modules import Heads, HydraHeads, MtpHeads, ParallelHeads
@@ -19,7 +19,7 @@ from hdtool.runtime.drafters.trained.sequential import (
     SequentialDrafter,
     SequentialModule,
 )
-from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.kernels.linear_layers import compile_linear_layers
 from hdtool.runtime.model.pass_inputs import FULL, CacheRows
 from hdtool.runtime.target.target import Target
 
@@ -39,7 +39,7 @@ def module_of(heads: Heads, target: Target) -> Module:
 class HeadsState(BlockDrafter):
     """State of parallel heads while their target generates answers: KV cache, pending input and latest rankings."""
 
-    def __init__(self, saved: SavedHeads, target: Target, gate: Gate | None = None) -> None:
+    def __init__(self, saved: SavedHeads, target: Target, gate: TrainedDrafterGate | None = None) -> None:
         assert isinstance(saved.heads, ParallelHeads)
         self.saved, self.heads = saved, (heads := saved.heads)
         if target.device.type == "cpu":
@@ -59,7 +59,7 @@ class HeadsState(BlockDrafter):
         super().__init__(self.reading, calibration, columns, gate=gate)
 
 
-def sequential_drafter(saved: SavedHeads, target: Target, gate: Gate | None = None) -> SequentialDrafter:
+def sequential_drafter(saved: SavedHeads, target: Target, gate: TrainedDrafterGate | None = None) -> SequentialDrafter:
     """Return a drafter for heads that draft token by token."""
     columns = target.watch_hidden()
     if target.device.type == "cpu":

@@ -42,7 +42,7 @@ from hdtool.runtime.drafters.hierarchy.matches import (
 )
 from hdtool.runtime.drafters.hierarchy.rankings import LAST_SOURCE, RECYCLED_SOURCE, SINGLE_TOKEN_SOURCE, LogitRecords
 from hdtool.runtime.drafters.hierarchy.records import RecordTable
-from hdtool.runtime.drafters.trained.sequential import TrainedDrafter
+from hdtool.runtime.drafters.trained.sequential import TrainedProposer
 from hdtool.runtime.kernels.compiled import HAS_CLOCK, Array, SharedTime, Uncopyable
 from hdtool.runtime.stores.corpus_index import CorpusIndex, no_shards, range_record
 from hdtool.runtime.stores.history_store import History, address_of
@@ -74,7 +74,7 @@ class Hierarchy(Drafter, Uncopyable):
         budget: Budget | None = None,
         last: bool = False,
         recycled: bool = False,
-        trained: TrainedDrafter | None = None,
+        trained: TrainedProposer | None = None,
         plugins: Mapping[SourceId, Evidence] | None = None,
         history: History | None = None,
         vocabulary: int = UNLIMITED_VOCABULARY,

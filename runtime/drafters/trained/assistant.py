@@ -24,14 +24,14 @@ from hdtool.runtime.target.load import load
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hdtool.runtime.budget.gate import Gate
+    from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate
     from hdtool.runtime.caches.slots import Slot
     from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
     from hdtool.runtime.target.target import Target
 
 
 def draft_model_drafter(
-    name: str, target: Target, tokenizer: TokenizerFingerprint | None, gate: Gate | None = None
+    name: str, target: Target, tokenizer: TokenizerFingerprint | None, gate: TrainedDrafterGate | None = None
 ) -> SequentialDrafter:
     """Return a drafter for the small model called ``name``.
 

@@ -22,7 +22,7 @@ from hdtool.runtime.model.pass_inputs import CacheRows
 if TYPE_CHECKING:
     from typing import Any
 
-    from hdtool.runtime.budget.gate import Gate
+    from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate
     from hdtool.runtime.drafters.trained.dflash_checkpoints import DFlashModel
     from hdtool.runtime.target.target import Target
 
@@ -85,7 +85,7 @@ def _shape_of(attention: Any) -> LayerShape:
     return LayerShape(keys, keys)
 
 
-def dflash_drafter(model: DFlashModel, target: Target, gate: Gate | None = None) -> BlockDrafter:
+def dflash_drafter(model: DFlashModel, target: Target, gate: TrainedDrafterGate | None = None) -> BlockDrafter:
     """Return a drafter for a target with a DFlash or DSpark model."""
     columns, passes = target.watch_hidden(model.layer_ids), DFlashPasses(model, target)
     calibration = Calibration(None, passes.positions)

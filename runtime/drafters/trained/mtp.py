@@ -25,8 +25,8 @@ from hdtool.runtime.drafters.trained.checkpoints import loaded_once
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, ReadingPasses
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration, Proposal
-from hdtool.runtime.drafters.trained.sequential import BlockDrafter, SequentialDrafter, TrainedDrafter
-from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.drafters.trained.sequential import BlockDrafter, SequentialDrafter, TrainedProposer
+from hdtool.runtime.kernels.linear_layers import compile_linear_layers
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, CacheRows
 from hdtool.runtime.model.transformers_internals import attention_of, use_masked_attention
 from hdtool.runtime.program.embedding_and_head import norms_and_activations_match
@@ -36,7 +36,7 @@ from hdtool.runtime.weights.hub import INDEXES, cached_snapshot, weight_files, w
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hdtool.runtime.budget.gate import Gate
+    from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate
     from hdtool.runtime.target.target import Target
 
 LAYER_COUNT_FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -260,7 +260,7 @@ def _tensors_of(model: PreTrainedModel) -> list[str]:
 MTP_CACHE_NAME = "MTP layers"
 
 
-def mtp_drafter(target: Target, gate: Gate | None = None) -> TrainedDrafter:
+def mtp_drafter(target: Target, gate: TrainedDrafterGate | None = None) -> TrainedProposer:
     """Return a drafter for the MTP layers of the target's checkpoint; a single layer is applied repeatedly."""
     with target.changing():
         layers = loaded_once(target, MTP_CACHE_NAME, lambda: _loaded(target))

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from hdtool.runtime.budget.gate import MIN_TRIAL_STEPS, Gate
+from hdtool.runtime.budget.trained_drafter_gate import MIN_TRIAL_STEPS, TrainedDrafterGate
 from hdtool.runtime.caches.slots import select_rows
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
@@ -123,7 +123,7 @@ class ReadingModule(Protocol):
         ...
 
 
-class TrainedDrafter:
+class TrainedProposer:
     """A drafter that was trained for its target; it drafts alone or as one of the sources of a tree.
 
     Its module reads accepted tokens, and it learns how often the module's tokens are accepted.
@@ -135,7 +135,7 @@ class TrainedDrafter:
         calibration: Calibration,
         columns: slice | None,
         source: SourceId,
-        gate: Gate | None = None,
+        gate: TrainedDrafterGate | None = None,
         relative_cost: float = 0.0,
     ) -> None:
         """``columns`` selects the hidden states to read; see ``Target.watch_hidden``.
@@ -200,7 +200,7 @@ class BlockModule(ReadingModule, Protocol):
         ...
 
 
-class BlockDrafter(TrainedDrafter):
+class BlockDrafter(TrainedProposer):
     """Drafts several tokens in one pass, which makes a fixed number of rankings."""
 
     def __init__(
@@ -210,7 +210,7 @@ class BlockDrafter(TrainedDrafter):
         columns: slice,
         *,
         source: SourceId = SourceId.HEADS,
-        gate: Gate | None = None,
+        gate: TrainedDrafterGate | None = None,
         arrange: Callable[[Array, Array], Proposal] = Proposal.in_parallel,
     ) -> None:
         """``arrange`` makes a proposal of the module's rankings."""
@@ -260,7 +260,7 @@ class SequentialModule(ReadingModule, Protocol):
         ...
 
 
-class SequentialDrafter(TrainedDrafter):
+class SequentialDrafter(TrainedProposer):
     """Drafts with a sequential module: each pass after the first extends the best paths of the previous pass.
 
     With a gate, a draft ends where another pass would no longer increase throughput.
@@ -272,7 +272,7 @@ class SequentialDrafter(TrainedDrafter):
         *,
         columns: slice | None = None,
         source: SourceId = SourceId.HEADS,
-        gate: Gate | None = None,
+        gate: TrainedDrafterGate | None = None,
         relative_cost: float = 0.0,
         odds: list[list[float]] | None = None,
         width: int = ROWS_PER_PASS,

@@ -20,7 +20,7 @@ from hdtool.runtime.engines.stock.chain_passes import ChainPasses
 from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel
 from hdtool.runtime.model.quantization import quantized_layers, refuse_dependent_rows
-from hdtool.runtime.model.refusals import PLAIN, context_limit
+from hdtool.runtime.model.refusals import USE_GENERATE, context_limit
 from hdtool.runtime.model.transformers_internals import cache_in, first_logits
 
 MIN_CONTEXT, MAX_CONTEXT = 24, 288
@@ -87,7 +87,7 @@ def _distances_of_prompt(stock: StockModel, context: Sequence[int]) -> tuple[flo
 
 
 def _refused(no_trees: FamilyError, reason: str) -> FamilyError:
-    return FamilyError(f"{no_trees}; {reason}. {PLAIN}")
+    return FamilyError(f"{no_trees}; {reason}. {USE_GENERATE}")
 
 
 def _context(stock: StockModel) -> list[int]:

@@ -13,8 +13,8 @@ from torch.nn import Embedding, Linear, Module
 from hdtool.runtime.engines.cpu.int8_code import PANEL_ROWS
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, stored_of
 from hdtool.runtime.kernels.experts import GATE_UP, CompiledExperts, weight_names
-from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
-from hdtool.runtime.kernels.linear import CompiledLinear, is_readable
+from hdtool.runtime.kernels.linear_layers import CompiledLinear, is_readable
+from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
 from hdtool.runtime.kernels.row_operations import ACTIVATIONS as COMPILED_ACTIVATIONS
 from hdtool.runtime.kernels.vector_code import LANES

@@ -43,8 +43,8 @@ from hdtool.runtime.kernels.compiled import (
     struct_at,
     zeroed_records,
 )
-from hdtool.runtime.kernels.gemm import KERNELS, MATMUL, call_at
 from hdtool.runtime.kernels.gemm_tiles import block_size_of, unpack_row
+from hdtool.runtime.kernels.matmul_choice import KERNELS, MATMUL, call_at
 from hdtool.runtime.kernels.matrix_formats import MatrixKind
 from hdtool.runtime.kernels.row_operations import bound_in_place, scale_in_place
 from hdtool.runtime.kernels.topk import FOLD, INFINITY, TOPK_BLOCK, fold, folded_size

@@ -11,7 +11,7 @@ import numpy as np
 
 from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS, apply_norm, multiply
 from hdtool.runtime.kernels.compiled import Record, c_function, compiled, copy_floats, struct_at
-from hdtool.runtime.kernels.gemm import STEP
+from hdtool.runtime.kernels.matmul_choice import STEP
 from hdtool.runtime.kernels.row_operations import add_in_place
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 

@@ -32,8 +32,8 @@ from hdtool.runtime.engines.cpu.side_block import side_function
 from hdtool.runtime.kernels.compact_weight import is_compact, stored_of
 from hdtool.runtime.kernels.compiled import Array, Record, zeroed_records
 from hdtool.runtime.kernels.experts import ROUTER, experts_record, experts_scratch_size
-from hdtool.runtime.kernels.gemm import matmul_of
-from hdtool.runtime.kernels.linear import format_of
+from hdtool.runtime.kernels.linear_layers import format_of
+from hdtool.runtime.kernels.matmul_choice import matmul_of
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.row_operations import ACTIVATIONS
 from hdtool.runtime.program.embedding_and_head import EmbeddingAndHead, rotary_kinds, rotary_of
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from hdtool.runtime.caches.kv_cache import KVTensors
     from hdtool.runtime.engines.cpu.compiled_support import CompiledParts
-    from hdtool.runtime.kernels.linear import CompiledLinear
+    from hdtool.runtime.kernels.linear_layers import CompiledLinear
     from hdtool.runtime.model.pass_inputs import AttentionWindow
     from hdtool.runtime.program.added_mixture import MixtureParts
     from hdtool.runtime.program.embedding_and_head import LayerInputs

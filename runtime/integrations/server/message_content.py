@@ -14,13 +14,13 @@ UNREADABLE_NOTE = "[{}: left out, because this model reads text only]"
 """Text that replaces an image in a tool result; images from users are refused."""
 
 
-class Strict(BaseModel):
+class StrictJson(BaseModel):
     """A JSON object whose values must have exactly the declared types."""
 
     model_config = ConfigDict(strict=True)
 
 
-class Part(Strict):
+class MessagePart(StrictJson):
     """A part of a message; those that are no text are refused with a clear error."""
 
     text_types: ClassVar[Sequence[str]] = ("text",)
@@ -34,7 +34,7 @@ class Part(Strict):
         return self.text
 
 
-def text_of_part(part: Part, where: str) -> str:
+def text_of_part(part: MessagePart, where: str) -> str:
     """Return the text of a part; raise RequestError if it is of another type or has no text."""
     if part.type not in part.text_types:
         raise RequestError(
@@ -48,7 +48,9 @@ def text_of_part(part: Part, where: str) -> str:
     return part.said
 
 
-def text_of_content(content: str | Sequence[Part] | None, where: str, *, joint: str = "", notes: bool = False) -> str:
+def text_of_content(
+    content: str | Sequence[MessagePart] | None, where: str, *, joint: str = "", notes: bool = False
+) -> str:
     """Return the text of a content, its parts joined by ``joint``; with ``notes``, a note replaces each medium."""
     if content is None or isinstance(content, str):
         return content or ""

@@ -20,7 +20,13 @@ from hdtool.runtime.integrations.server.answer_sections import (
     sections_of,
 )
 from hdtool.runtime.integrations.server.instructions import PARAGRAPH
-from hdtool.runtime.integrations.server.message_content import Part, Strict, name_results, text_of_content, text_of_part
+from hdtool.runtime.integrations.server.message_content import (
+    MessagePart,
+    StrictJson,
+    name_results,
+    text_of_content,
+    text_of_part,
+)
 from hdtool.runtime.integrations.server.openai_formats import (
     AUTHENTICATION,
     INVALID,
@@ -52,7 +58,7 @@ cache hit, so the part is dropped.
 """
 
 
-class Block(Part):
+class Block(MessagePart):
     """A content block of a message, with the fields of all block types."""
 
     media_types: ClassVar = {"image": "image", "document": "document"}
@@ -65,54 +71,54 @@ class Block(Part):
     is_error: bool | None = None
 
 
-class Message(Strict):
+class Message(StrictJson):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class Tool(Strict):
+class Tool(StrictJson):
     type: str | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 
 
-class ToolChoiceField(Strict, extra="forbid"):
+class ToolChoiceField(StrictJson, extra="forbid"):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Strict):
+class Thinking(StrictJson):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(None, ge=1)
     """Accepted but ignored: ``max_tokens`` alone limits the answer."""
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(Strict, extra="forbid"):
+class OutputFormat(StrictJson, extra="forbid"):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Strict, extra="forbid"):
+class OutputConfig(StrictJson, extra="forbid"):
     effort: str | None = None
     format: OutputFormat | None = None
 
 
-class KeptTurns(Strict, extra="forbid"):
+class KeptTurns(StrictJson, extra="forbid"):
     type: Literal["thinking_turns", "all"]
     value: int = Field(default=1, ge=1)
 
 
-class ContextEdit(Strict, extra="forbid"):
+class ContextEdit(StrictJson, extra="forbid"):
     """A rule that removes thinking from earlier turns but keeps tool results."""
 
     type: Literal["clear_thinking_20251015"]
     keep: KeptTurns | Literal["all"] = KeptTurns(type="thinking_turns")
 
 
-class ContextManagement(Strict, extra="forbid"):
+class ContextManagement(StrictJson, extra="forbid"):
     edits: list[ContextEdit] | None = None
 
     def apply(self, messages: list[JsonDict]) -> None:

@@ -11,7 +11,12 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.integrations.server.call_grammar import array_of_calls, marked_calls
-from hdtool.runtime.integrations.server.message_content import UNSUPPORTED_CONTENT, Part, Strict, text_of_content
+from hdtool.runtime.integrations.server.message_content import (
+    UNSUPPORTED_CONTENT,
+    MessagePart,
+    StrictJson,
+    text_of_content,
+)
 from hdtool.runtime.integrations.server.openai_formats import RequestError
 from hdtool.runtime.integrations.server.tool_calls import THINK_OPENING
 
@@ -19,11 +24,11 @@ MAX_CHOICES, MAX_STOPS, MAX_LOGPROBS, MAX_PROMPTS = 16, 16, 20, 64
 TOOL_CHOICE_FORMS = 'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictJson):
     include_usage: bool | None = None
 
 
-class Extension(Strict):
+class Extension(StrictJson):
     """What only this server offers: the field ``hdtool`` of a request."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -37,7 +42,7 @@ class Extension(Strict):
 NO_EXTENSION = Extension()
 
 
-class Body(Strict):
+class Body(StrictJson):
     """Base class of request bodies."""
 
     model: str | None = None
@@ -101,20 +106,20 @@ class GenerationRequest(Body):
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-class CalledFunction(Strict):
+class CalledFunction(StrictJson):
     name: str
     arguments: str | None = None
 
 
-class Call(Strict):
+class Call(StrictJson):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class ChatMessage(Strict):
+class ChatMessage(StrictJson):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[MessagePart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[Call] | None = None

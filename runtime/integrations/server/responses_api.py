@@ -25,8 +25,8 @@ from hdtool.runtime.integrations.server.answer_sections import (
 from hdtool.runtime.integrations.server.instructions import PARAGRAPH
 from hdtool.runtime.integrations.server.message_content import (
     UNSUPPORTED_CONTENT,
-    Part,
-    Strict,
+    MessagePart,
+    StrictJson,
     name_results,
     text_of_content,
 )
@@ -66,7 +66,7 @@ CUSTOM_INPUT = ("custom_tool_call_input", "input")
 """What replaces ``STREAMED`` for calls of custom tools."""
 
 
-class ContentPart(Part):
+class ContentPart(MessagePart):
     text_types = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
     media_types: ClassVar = {"input_image": "image", "input_file": "file", "input_audio": "sound"}
     refusal: str | None = None
@@ -76,7 +76,7 @@ class ContentPart(Part):
         return self.refusal if self.text is None else self.text
 
 
-class Item(Strict):
+class Item(StrictJson):
     """An item of the input, with the fields of all item types."""
 
     type: str = "message"
@@ -91,24 +91,24 @@ class Item(Strict):
     summary: list[ContentPart] | None = None
 
 
-class TextFormat(Strict):
+class TextFormat(StrictJson):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class TextSettings(Strict, extra="forbid"):
+class TextSettings(StrictJson, extra="forbid"):
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(Strict, extra="forbid"):
+class Reasoning(StrictJson, extra="forbid"):
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
 
-class StreamOptions(Strict, extra="forbid"):
+class StreamOptions(StrictJson, extra="forbid"):
     include_obfuscation: Literal[False] | None = None
 
 

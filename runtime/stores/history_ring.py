@@ -39,7 +39,7 @@ from hdtool.data.stores.history_manifest import (
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_file_names import HISTORY_FILES, MANIFEST, create_empty, leftovers, write_manifest
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.stores.history_records import RecordFile, StoredConversation, StoreState
+from hdtool.runtime.stores.history_metadata import RecordFile, StoredConversation, StoreState
 from hdtool.runtime.stores.model_store import mix_hash
 from hdtool.runtime.stores.token_log import (
     CHAIN_KEY_TOKENS,

@@ -33,7 +33,7 @@ MAX_EXTENDED_ROWS = 16
 """Maximum number of rows in a pass whose cost is learned; larger ones, such as prefills, say nothing about drafting."""
 
 
-class Gate:
+class TrainedDrafterGate:
     """Compares the throughput of steps with and without a drafter, and decides when and how far to draft.
 
     The faster kind of step is used. The slower kind is tried again after a pause that is proportional to the expected

@@ -10,8 +10,8 @@ from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
 
 from hdtool.runtime.kernels.compact_weight import Stored, is_compact, stored_of
-from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, matmul_of
 from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT16, FLOAT32
+from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE, matmul_of
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.thread_pool import parallel_matmul, shared_thread_pool
 
