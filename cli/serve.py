@@ -14,8 +14,8 @@ from hdtool.cli.options import without
 from hdtool.data.errors import OptionError, ServeError, did_you_mean, install_command
 from hdtool.data.notes import note, tell
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.measuring import ServerConfig, VllmConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.config.serving import ServerConfig, VllmConfig
 from hdtool.runtime.config.settings import Panel
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import sys
 from hdtool.data import demo
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import METHODS, TRAINED, DecodeConfig
-from hdtool.runtime.config.measuring import VllmConfig
+from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.engines.cpu.expert_kernel import expert_function
 from hdtool.runtime.engines.cpu.int8_panels import int8_matmul_of

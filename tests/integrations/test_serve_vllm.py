@@ -25,8 +25,8 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_folder import read_manifest
 from hdtool.data.stores.stores_at_home import corpus_index_at_home, model_store_at_home
 from hdtool.runtime.config.decoding import StoresConfig
-from hdtool.runtime.config.measuring import VllmConfig
 from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.integrations.vllm.cpu_repairs import expand_settings, with_rows_only
 from hdtool.runtime.integrations.vllm.launch import HOOK_FILE, Launch, require_hook
 from hdtool.runtime.integrations.vllm.proposer import COST, HierarchyProposer

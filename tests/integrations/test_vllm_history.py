@@ -19,8 +19,8 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_folder import read_manifest
 from hdtool.data.stores.stores_at_home import model_store_at_home
 from hdtool.runtime.config.decoding import StoresConfig
-from hdtool.runtime.config.measuring import VllmConfig
 from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.integrations.vllm import answer_collector
 from hdtool.runtime.integrations.vllm.answer_collector import appends_history
 from hdtool.runtime.integrations.vllm.launch import Launch

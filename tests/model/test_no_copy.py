@@ -14,8 +14,8 @@ from hdtool.data import demo
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.measuring import VllmConfig
 from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.hierarchy.rankings import LogitRecords

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from hdtool.runtime.config.measuring import ServerConfig
+from hdtool.runtime.config.serving import ServerConfig
 from hdtool.runtime.integrations.server.app import ApiKeys, Server
 from hdtool.runtime.integrations.server.page import chat_page
 from hdtool.runtime.stores.store_set import StoreSet

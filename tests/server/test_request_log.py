@@ -16,7 +16,7 @@ import pytest
 from starlette.types import Message
 
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config.measuring import ServerConfig
+from hdtool.runtime.config.serving import ServerConfig
 from hdtool.runtime.integrations.server.app import ApiKeys, Server
 from hdtool.runtime.integrations.server.request_log import RequestLog
 from hdtool.runtime.target.load import Loaded

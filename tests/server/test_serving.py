@@ -21,8 +21,8 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.measuring import ServerConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.config.serving import ServerConfig
 from hdtool.runtime.integrations.server.app import ApiKeys
 from hdtool.runtime.integrations.server.launch import ServerLaunch, _GracefulServer
 from hdtool.runtime.integrations.server.request_log import RequestLog
@@ -37,7 +37,7 @@ import gc, json, os, signal, sys, threading, urllib.request
 from numba.core.registry import CPUDispatcher
 from hdtool.data import demo
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.measuring import ServerConfig
+from hdtool.runtime.config.serving import ServerConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.integrations.server.launch import ServerLaunch
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from hdtool.data import demo
 from hdtool.runtime.config.decoding import MEMORY
-from hdtool.runtime.config.measuring import VllmConfig
+from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.integrations.vllm.proposer import HierarchyProposer
 from hdtool.runtime.integrations.vllm.settings import CUSTOM_CLASS_METHOD, PROPOSER

@@ -28,7 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hdtool.data.errors import ContextError, HdtoolError, OptionError
 from hdtool.data.input_files import read_text
-from hdtool.runtime.config.measuring import ServerConfig
+from hdtool.runtime.config.serving import ServerConfig
 from hdtool.runtime.integrations.server import messages_api, responses_api
 from hdtool.runtime.integrations.server.body_reader import MIB, UnreadBodies, read_body
 from hdtool.runtime.integrations.server.choice_stream import ChoiceStream

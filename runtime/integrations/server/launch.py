@@ -19,8 +19,8 @@ from hdtool.data.errors import ServeError
 from hdtool.data.memory import freeze_objects
 from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.measuring import ServerConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.config.serving import ServerConfig
 from hdtool.runtime.core.sampler import compile_sampling
 from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compiling
 from hdtool.runtime.generation.settings import refuse_settings

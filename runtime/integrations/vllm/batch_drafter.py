@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 
 from hdtool.runtime.config.decoding import MEMORY
-from hdtool.runtime.config.measuring import VllmConfig
+from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.drafters.hierarchy.hierarchy import UNLIMITED_VOCABULARY, Hierarchy
 from hdtool.runtime.integrations.vllm.answer_collector import AnswerCollector
 from hdtool.runtime.integrations.vllm.chain import draft_rows, new_request_states

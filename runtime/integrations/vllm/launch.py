@@ -21,8 +21,8 @@ from hdtool.data.processes import isolated_children, isolated_python
 from hdtool.data.stores.stores_at_home import NO_STORE
 from hdtool.data.stores.tenant import Tenant, has_stores
 from hdtool.runtime.config.decoding import HOME, StoresConfig
-from hdtool.runtime.config.measuring import VllmConfig
 from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.integrations.vllm.settings import CUSTOM_CLASS_METHOD, PROPOSER, VllmSettings
 from hdtool.runtime.stores.library import Library
 from hdtool.runtime.target.load import load_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config.decoding import StoresConfig
-from hdtool.runtime.config.measuring import VllmConfig
+from hdtool.runtime.config.serving import VllmConfig
 
 CUSTOM_CLASS_METHOD, PROPOSER = "custom_class", "hdtool.runtime.integrations.vllm.HierarchyProposer"
 """Speculative method and model by which vLLM's configuration names hdtool's drafter."""
