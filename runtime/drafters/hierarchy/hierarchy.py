@@ -262,7 +262,9 @@ class Hierarchy(Drafter, Uncopyable):
             self.work["expected"] = self._nodes = 0
             return 0
         self._is_proposing = self._trained is not None and self._trained.begin_draft()
+        began = time.perf_counter()
         self._catch_up()
+        self._learning_seconds += time.perf_counter() - began
         self.work["position"] = len(context)
         self._plugins.predict(context)
         if self._drafts % TIMED_EVERY == 0:
@@ -316,7 +318,8 @@ class Hierarchy(Drafter, Uncopyable):
         ranked = None
         if uses_logits and is_current and (rows := len(verified)) == nodes + 1:  # copy the tails, as the root moves on
             ranked = self._tails[:rows].copy(), self._depths[:rows], self._root_and_probs[:rows]
-        self._catch_up()
+        if uses_logits or not (self._trained and self._trained.starts_before_learning):
+            self._catch_up()
         if uses_logits:
             # Only after the weights have learned, as they must not learn from these logits.
             self._rankings.observe(accepted, verified, ranked)

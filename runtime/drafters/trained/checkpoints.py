@@ -133,7 +133,7 @@ class PublishedDrafter:
         """
         if offsets is None:
             return None
-        token_ids = torch.arange(len(offsets)) + offsets
+        token_ids = torch.arange(len(offsets)) + offsets.long()
         if len(offsets) != drafted or not ((token_ids >= 0) & (token_ids < target.vocabulary)).all():
             raise HeadsError(f"drafter {self.name} drafts tokens that this model does not have: name another one")
         return token_ids.to(target.device)

@@ -111,6 +111,8 @@ def _load_other_format(published: PublishedDrafter, target: Target, library_mode
         settings = _flat(published.settings)
         config = _config_of(settings)
         rank, scale = int(settings["markov_rank"]), float(settings["input_embedding_scale"])
+        if rank < 0:
+            raise ValueError(f"a Markov head of rank {rank}")
         model = library_model(config)
     except Exception as error:  # settings of unknown kinds raise many
         reason = f"no {error} in its settings" if isinstance(error, KeyError) else error_reason(error)
@@ -127,6 +129,9 @@ def _load_other_format(published: PublishedDrafter, target: Target, library_mode
     for rows in (embedding, head if offsets is None else None, of_heads.get(f"{MARKOV}markov_w1.weight")):
         if rows is not None:
             published.require_vocabulary(len(rows), target)
+    for rows in (embedding, head):
+        if rows is not None:
+            published.require_width(rows.shape[-1], target)
     drafted, is_causal = target.vocabulary if head is None else len(head), settings.get("is_causal")
     return DFlashModel(
         layers=_prepared(model, target),
@@ -153,15 +158,18 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
         "input_embedding_scale": 1.0,
         "sample_from_anchor": is_dspark,
         "is_causal": own.get("causal", False if settings.get("sliding_window_non_causal") else None),
-        **layer,
-        **settings,
-        **own,
+        **_given(layer),
+        **_given(settings),
+        **_given(own),
         "model_type": layer.get("model_type") or settings.get("model_type") or "qwen3",
     }
-    flat = {name: value for name, value in flat.items() if value is not None}
     if counted := flat.get("aux_hidden_state_layer_ids"):  # which counts the embeddings, too
         flat["target_layer_ids"] = [int(number) - 1 for number in counted]
     return flat
+
+
+def _given(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _config_of(settings: dict[str, Any]) -> Any:
@@ -196,6 +204,8 @@ def _heads(
     weight = tensors.get(f"{CONFIDENCE}proj.weight")
     confidence = None
     if weight is not None:
+        if weight.shape[-1] not in (width, width + rank):
+            raise HeadsError(f"drafter {published.name} has another shape of {CONFIDENCE}proj.weight: name another one")
         confidence = nn.Linear(weight.shape[-1], 1, bias=f"{CONFIDENCE}proj.bias" in tensors)
     heads = DSparkHeads(MarkovHead(kind, target.vocabulary, drafted, rank, width), confidence)
     published.fill(heads, tensors, known_only=True)

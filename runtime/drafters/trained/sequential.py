@@ -129,6 +129,9 @@ class TrainedProposer:
     Its module reads accepted tokens, and it learns how often the module's tokens are accepted.
     """
 
+    starts_before_learning = False
+    """True if ``begin_draft`` starts a pass that runs while the host learns from the last step."""
+
     def __init__(
         self,
         module: ReadingModule,
@@ -202,6 +205,8 @@ class BlockModule(ReadingModule, Protocol):
 
 class BlockDrafter(TrainedProposer):
     """Drafts several tokens in one pass, which makes a fixed number of rankings."""
+
+    starts_before_learning = True
 
     def __init__(
         self,
