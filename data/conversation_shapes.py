@@ -215,7 +215,7 @@ def _chat(row: dict[str, Any]) -> Conversation | None:
 
 
 def _exchange(row: dict[str, Any]) -> Conversation | None:
-    """Parse a request with its response, or either of them alone. Returns None if the row has neither."""
+    """Parse a row that holds a request, a response or both; return None if it has neither."""
     request_turns = _request(row)
     answer = _answer(row, structured=request_turns is not None)
     if request_turns is None and answer is None:

@@ -119,7 +119,7 @@ class TokenLog(Uncopyable):
         self.memory["owners"] = self._owners.ctypes.data
 
     def grow(self) -> None:
-        """Clear the ring if position numbers would overflow; else enlarge it if over half full, keeping positions."""
+        """Enlarge the ring if it is over half full, keeping positions; if position numbers would overflow, clear it."""
         size, end = len(self._entries), int(self._end[0])
         if end > MAX_LOG_POSITION:
             self.clear()

@@ -48,7 +48,7 @@ def by_device(device: torch.device) -> Capture | None:
 
 
 class Target(BackendEngine):
-    """A ``transformers`` model as an engine, which reads prompts, verifies draft trees and commits accepted paths."""
+    """A ``transformers`` model that reads prompts, verifies draft trees and commits accepted paths."""
 
     def __init__(
         self, model: PreTrainedModel, capture: CaptureMaker = by_device, facts: ModelFacts | None = None

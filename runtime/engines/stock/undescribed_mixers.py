@@ -36,7 +36,7 @@ def has_own_forward(module: Module) -> bool:
 
 @contextmanager
 def replace_forwards(changes: Iterable[tuple[Module, Forward]]) -> Iterator[None]:
-    """In this block, replace the ``forward`` of modules, for this thread only."""
+    """Context manager that replaces the ``forward`` of modules, in the calling thread only, and restores it on exit."""
     held: list[tuple[Module, Forward | None]] = []
     try:
         for module, forward in changes:
