@@ -11,7 +11,6 @@ from hdtool.data.errors import OptionError
 from hdtool.runtime.config.model import BLOCKS, ModelConfig
 from hdtool.runtime.model.quantization import LIBRARIES, MXFP4, TORCHAO, library_of
 from hdtool.runtime.weights.gguf_file import GGUFFile, gguf_file
-from hdtool.runtime.weights.gguf_formats import slow_weights, stays_packed
 
 NO_INT8 = (
     "--activations int8 needs a GGUF file with packed weights, --quantization q8_0 or q4_0, or weights of torchao, on "
@@ -22,6 +21,8 @@ NO_INT8 = (
 
 def refuse_by_file(config: ModelConfig) -> None:
     """Raise an ``OptionError`` if options or the GGUF file's header rule out int8 activations."""
+    from hdtool.runtime.weights.gguf_formats import slow_weights, stays_packed
+
     if not config.fused_layers or config.attn_implementation or config.dtype != "auto":
         raise OptionError(NO_INT8)
     if config.quantization in LIBRARIES and LIBRARIES[config.quantization] != TORCHAO:

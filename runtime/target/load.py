@@ -43,7 +43,6 @@ from hdtool.runtime.weights.checkpoint_identity import CONFIG_FILES, checkpoint_
 from hdtool.runtime.weights.fill_model import name_after
 from hdtool.runtime.weights.gguf_file import existing_parts, gguf_file
 from hdtool.runtime.weights.hub import weight_files
-from hdtool.runtime.weights.quantized import quantized_folder
 from hdtool.runtime.weights.stored_model import (
     attention_error,
     attention_options,
@@ -179,6 +178,8 @@ def _quantized(config: ModelConfig, settings: Any) -> Path | None:
         files = [place / CONFIG_FILES[0], *(weight_files(place) or ())]
     if not (checkpoint := checkpoint_of(config)):
         raise ModelError(f"{name} has no weights, or not all of them: get the checkpoint again, whole")
+    from hdtool.runtime.weights.quantized import quantized_folder
+
     return quantized_folder(name, scheme, files, checkpoint.fingerprint, loaded)
 
 

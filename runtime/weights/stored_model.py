@@ -25,7 +25,6 @@ from hdtool.runtime.weights.checkpoint_identity import CONFIG_FILES, place_of
 from hdtool.runtime.weights.damaged_weights import WeightCheck
 from hdtool.runtime.weights.fill_model import fill, fits, on_request
 from hdtool.runtime.weights.gguf_file import GGUFFile, existing_parts, gguf_file
-from hdtool.runtime.weights.quantized import quantized_store
 from hdtool.runtime.weights.safetensors_files import safetensors_store
 from hdtool.runtime.weights.weight_store import WeightStore
 
@@ -79,6 +78,8 @@ def _store(
     With ``stays_packed``, print a note if some weights of a GGUF file cannot stay in their blocks.
     """
     if quantized:
+        from hdtool.runtime.weights.quantized import quantized_store
+
         return quantized_store(quantized)
     if (path := gguf_file(config)) is None:
         return safetensors_store(_folder(config, None), settings, model)
