@@ -27,6 +27,7 @@ from hdtool.data.prompts import GrammarKind, Prompt
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.config.settings import recorded_settings
 from hdtool.runtime.core.drafter import RankingRecorder
 from hdtool.runtime.streamed_answer import Answer
 
@@ -35,16 +36,32 @@ class GenerationFile:
     """JSON Lines file that holds the answers to prompts, in prompt order."""
 
     def __init__(
-        self, path: Path, model: ModelConfig, decoding: DecodeConfig, sampling: SamplingConfig, rankings: int = 0
+        self,
+        path: Path,
+        model: ModelConfig,
+        decoding: DecodeConfig,
+        sampling: SamplingConfig,
+        chat: bool | None = None,
+        rankings: int = 0,
     ) -> None:
-        """``rankings`` is the number of the target's top tokens to record per position; 0 records none."""
+        """``rankings`` is the number of the target's top tokens to record per position; 0 records none.
+
+        Lines hold the model's name, temperature, seed and length, and all other settings that are not the default.
+        """
         self.path = path
+        self._defaults = recorded_settings(ModelConfig(), SamplingConfig()) | {"chat": None, "rankings": 0}
+        settings = recorded_settings(model, sampling) | {"chat": chat, "rankings": rankings}
         self._settings = {
             "model": model.name,
             "temperature": sampling.temperature,
             "seed": sampling.seed,
             "max_new_tokens": decoding.max_new_tokens,
-        } | ({"rankings": rankings} if rankings else {})
+        }
+        self._settings |= {
+            name: value
+            for name, value in settings.items()
+            if name not in self._settings and value != self._defaults[name]
+        }
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Raise a ``PromptError`` unless line N answers prompt N with these settings. The file is not changed."""
@@ -108,7 +125,8 @@ class GenerationFile:
         where = f"{self.path}:{number + 1}"
         try:
             row = json.loads(line)
-            known = {name: row[name] for name in self._settings}
+            expected = {**self._defaults, **self._settings}
+            known = {name: {**self._defaults, **row}[name] for name in expected}
             messages = tuple(row["messages"][: len(prompts[number].messages)]) if number < len(prompts) else None
         except (ValueError, KeyError, TypeError):
             raise PromptError(
@@ -120,11 +138,9 @@ class GenerationFile:
             )
         if {kind.value: row[kind.value] for kind in GrammarKind if kind.value in row} != _grammar(prompts[number]):
             raise PromptError(f"{where} was answered under another grammar: choose another --out")
-        for name, expected in self._settings.items():
-            if known[name] != expected:
-                raise PromptError(
-                    f"{where} was answered with {name} {known[name]}, not {expected}: choose another --out"
-                )
+        for name, value in expected.items():
+            if known[name] != value:
+                raise PromptError(f"{where} was answered with {name} {known[name]}, not {value}: choose another --out")
 
 
 def _grammar(prompt: Prompt) -> dict[str, Any]:

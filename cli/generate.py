@@ -56,7 +56,7 @@ def collect(
     quiet_libraries(quiet=quiet)
     print_left_out(tally)
     # Reject a file that cannot be resumed before loading the model.
-    file = GenerationFile(out, loading, decoding, sampling, recording.rankings)
+    file = GenerationFile(out, loading, decoding, sampling, chat, recording.rankings)
     file.check(questions)
     answerer = Answerer(loading, decoding, sampling, chat, rankings=recording.rankings)
     answerer.check_prompts(questions)

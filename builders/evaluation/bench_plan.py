@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from itertools import chain, cycle, islice
@@ -43,6 +43,7 @@ from hdtool.runtime.config.decoding import METHODS, DecodeConfig, StoresConfig, 
 from hdtool.runtime.config.draft_sources import SOURCE_LETTERS
 from hdtool.runtime.config.measuring import LLAMA_CPP, OTHER_FILE, PEERS, WITHOUT_GRAMMARS, BenchConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.config.settings import recorded_settings
 from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compiling
 from hdtool.runtime.drafters.trained_methods import methods_with_drafters
 from hdtool.runtime.kernels.linear_layers import has_compiled_layers, share_weights
@@ -164,10 +165,6 @@ class ContenderFactory:
         return options | {"tokenizer": self._loaded.tokenizer, "assistant_tokenizer": tokenizer}
 
 
-SETTINGS_WITHOUT_EFFECT = ("method", "out", "baseline", "limit", "per_task", "trust_remote_code")
-"""Settings that change neither answers nor times; ``questions_hash`` covers the selected questions."""
-
-
 @dataclass(frozen=True)
 class BenchPlan:
     """All settings of a benchmark."""
@@ -185,13 +182,8 @@ class BenchPlan:
     def options(self) -> dict[str, Any]:
         """Return the settings as recorded in ``run.json``; only a run with equal settings is resumed."""
         # ``self.bench`` comes last because its ``threads`` overrides the model's.
-        parts = (self.model, self.decoding, self.sampling, self.store_set, self.bench)
-        options = {
-            name: value for part in parts for name, value in asdict(part).items() if name not in SETTINGS_WITHOUT_EFFECT
-        }
-        # Convert tuples to lists, as JSON does.
-        listed = {name: list(value) for name, value in options.items() if isinstance(value, tuple)}
-        return options | listed | {"chat": self.chat, "questions": questions_hash(self.questions)}
+        settings = recorded_settings(self.model, self.decoding, self.sampling, self.store_set, self.bench)
+        return settings | {"chat": self.chat, "questions": questions_hash(self.questions)}
 
     def at(self, temperature: float) -> BenchPlan:
         """Return this plan at another temperature, with its results in a subfolder.

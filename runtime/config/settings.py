@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, ClassVar, TypeVar
 
@@ -105,6 +105,23 @@ class Settings:
                 expected = f"{min_value} or more" if max_value is None else f"between {min_value} and {max_value}"
                 fits = min_value <= value and (max_value is None or value <= max_value)
                 require(fits, option_of(config_field), value, expected)
+
+
+SETTINGS_WITHOUT_EFFECT = ("method", "out", "baseline", "limit", "per_task", "trust_remote_code")
+"""Settings that change neither answers nor times."""
+
+
+def recorded_settings(*parts: Settings) -> dict[str, Any]:
+    """Return the settings as a file of results records them; only a run with equal settings is resumed.
+
+    Later parts override earlier ones. Tuples are converted to lists, as JSON does.
+    """
+    settings = {name: value for part in parts for name, value in asdict(part).items()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in settings.items()
+        if name not in SETTINGS_WITHOUT_EFFECT
+    }
 
 
 def require(holds: bool, name: str, value: object, expected: str, known: Collection[str] = ()) -> None:

@@ -92,6 +92,29 @@ def test_answers_of_other_settings_or_prompts_are_not_mixed(
     Path(asked[4]).write_bytes(before)
 
 
+@pytest.mark.parametrize(
+    ("given", "other", "said"),
+    [
+        ("--top-p 0.9", "--top-p 0.5", "top_p 0.9, not 0.5"),
+        ("", "--top-k 5", "top_k None, not 5"),
+        ("--repetition-penalty 1.2", "", "repetition_penalty 1.2, not None"),
+        ("--chat", "", "chat True, not None"),
+        ("", "--dtype bfloat16", "dtype auto, not bfloat16"),
+        ("", "--quantization q8_0", "quantization None, not q8_0"),
+    ],
+)
+def test_answers_of_every_setting_are_told_apart(
+    asked: list[str], given: str, other: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked += ["--temperature", "0.8"]
+    assert run([*asked, *given.split()]) == 0
+    before = Path(asked[4]).read_bytes()
+    refusal = f"generations.jsonl:1 was answered with {said}: choose another --out"
+    assert refusal in complaint(capfd, *asked, *other.split())
+    assert run([*asked, *given.split()]) == 0
+    assert Path(asked[4]).read_bytes() == before
+
+
 def changed(asked: list[str], content: bytes, capfd: pytest.CaptureFixture[str]) -> str:
     """What is said of a file with this content, which must stay as it is."""
     out = Path(asked[4])
