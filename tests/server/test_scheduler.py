@@ -132,3 +132,23 @@ def test_an_answer_without_drafts_takes_no_drafter_of_the_tenant(
     assert type(engine._requests[job].drafter) is NoDraft
     engine._finish(job)
     assert not engine._drafters
+
+
+def test_a_server_that_stops_begins_no_session(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decoding = DecodeConfig(method="ar", batch_size=1)
+    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
+    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
+
+    def fail(*given: Any) -> Any:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(engine, "_begin_session", fail)
+    delivered: Queue[Any] = Queue()
+    engine.submit([AnswerJob("", nothing, delivered.put)])
+    engine._is_stopping = True
+    engine.start()
+    assert isinstance(delivered.get(timeout=20), OverloadError)
+    engine.stop()
+    assert "Traceback" not in capsys.readouterr().err

@@ -168,7 +168,7 @@ class Scheduler:
         error: Exception = OverloadError("the server is shutting down: ask another one, or later")
         try:
             self._advance_until_stopped()
-            self._fail(error)
+            self._end_session(error)
         except Exception as fault:  # no session can be begun, as after most CUDA errors
             traceback.print_exc(file=sys.stderr)
             error = fault
@@ -188,7 +188,8 @@ class Scheduler:
                 self._advance()
             except Exception as error:  # an engine error ends the running answers, not the server
                 traceback.print_exc(file=sys.stderr)
-                self._fail(error)
+                self._end_session(error)
+                self._begin_session()
 
     def _advance(self) -> None:
         """Prefill the next piece of a prompt, or run one step for all running answers."""
@@ -233,15 +234,12 @@ class Scheduler:
         if drafter and job.drafts:
             self._tenants.put(job.tenant, drafter, job.prompt)
 
-    def _fail(self, error: Exception) -> None:
-        """End all running answers with an error, and begin a new session; raise an exception if this fails."""
+    def _end_session(self, error: Exception) -> None:
+        """End all running answers with an error; raise an exception if the session cannot be ended."""
         for job in self._drafters:
             job.deliver(_public_error(error))
         self._drafters.clear()  # the drafters may be in any state, so new ones are made
-        try:
-            self._session.end()
-        finally:
-            self._begin_session()
+        self._session.end()
 
 
 def _public_error(error: Exception) -> HdtoolError | EngineError:
