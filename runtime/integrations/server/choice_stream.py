@@ -73,7 +73,7 @@ class ChoiceStream:
         try:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, outcome))
         except RuntimeError:  # the event loop is closed, so nobody waits for the answer
-            self._jobs[index].is_cancelled = True
+            self.cancel()
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """Yield ``(index, delta)``: a choice's index and what a step adds to the choice.

@@ -1,0 +1,40 @@
+"""The choices of one request, as they are generated."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import SamplingConfig
+from hdtool.runtime.integrations.server.choice_stream import ChoiceStream
+from hdtool.runtime.integrations.server.metrics import Metrics
+from hdtool.runtime.integrations.server.openai_requests import CompletionRequest
+from hdtool.runtime.integrations.server.request_preparation import Preparer
+from hdtool.runtime.integrations.server.scheduler import OverloadError, Scheduler, Tenants
+from hdtool.runtime.target.load import Loaded
+
+
+def answered(loaded: Loaded, request: CompletionRequest) -> tuple[ChoiceStream, str]:
+    """Generate all choices of a request; return them with the server's metrics."""
+    decoding = DecodeConfig(method="ar", batch_size=2)
+    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
+    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=9, prefix_bytes=0)
+    preparer, metrics = Preparer(loaded, decoding, SamplingConfig()), Metrics(engine)
+
+    async def generate() -> ChoiceStream:
+        stream = ChoiceStream(engine, metrics, loaded, preparer, preparer.completion(request))
+        stream.submit("")
+        async for _ in stream.deltas():
+            pass
+        return stream
+
+    engine.start()
+    try:
+        return asyncio.run(generate()), metrics.text().decode()
+    finally:
+        engine.stop()
+
+
+def test_a_step_that_comes_after_the_end_of_the_server_is_dropped(loaded: Loaded) -> None:
+    stream, _ = answered(loaded, CompletionRequest.of({"prompt": [7, 8], "max_tokens": 1}))
+    stream._deliver(0, OverloadError("late"))
