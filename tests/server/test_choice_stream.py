@@ -38,3 +38,12 @@ def answered(loaded: Loaded, request: CompletionRequest) -> tuple[ChoiceStream, 
 def test_a_step_that_comes_after_the_end_of_the_server_is_dropped(loaded: Loaded) -> None:
     stream, _ = answered(loaded, CompletionRequest.of({"prompt": [7, 8], "max_tokens": 1}))
     stream._deliver(0, OverloadError("late"))
+
+
+def test_a_prompt_is_counted_once_for_all_of_its_choices(loaded: Loaded) -> None:
+    request = CompletionRequest.of({"prompt": [[*range(40, 60)], [7, 8]], "n": 3, "max_tokens": 2})
+    stream, metrics = answered(loaded, request)
+    assert stream.usage["prompt_tokens"] == 22
+    assert "hdtool_prompt_tokens_total 22.0" in metrics
+    assert "hdtool_cached_prompt_tokens_total 0.0" in metrics
+    assert "hdtool_generated_tokens_total 12.0" in metrics

@@ -86,9 +86,8 @@ class ChoiceStream:
                 if not isinstance(outcome, Step):
                     raise _refusal(outcome)
                 text = self._texts[index]
-                prompt = len(self._choices[index].prompt.tokens)
                 submitted, is_first = self._jobs[index].submitted, not text.stats.steps
-                self._metrics.step(outcome, prompt, submitted, is_first=is_first)
+                self._metrics.step(outcome, self._new_prompt_tokens(index), submitted, is_first=is_first)
                 delta = text.add(outcome)
                 if outcome.finish:
                     self._open.discard(index)
@@ -114,6 +113,11 @@ class ChoiceStream:
         """Total number of prompt tokens; a prompt counts once for all of its choices."""
         prompts = {id(choice.prompt): len(choice.prompt.tokens) for choice in self._choices}
         return sum(prompts.values())
+
+    def _new_prompt_tokens(self, index: int) -> int:
+        """Return the number of prompt tokens of a choice; 0 unless it is the first choice of its prompt."""
+        prompt = self._choices[index].prompt
+        return 0 if index and self._choices[index - 1].prompt is prompt else len(prompt.tokens)
 
     @property
     def usage(self) -> JsonDict:

@@ -41,13 +41,16 @@ class Metrics:
         self._requests.labels(path, str(status)).inc()
 
     def step(self, step: Step, prompt_tokens: int, submitted: float, *, is_first: bool) -> None:
-        """Count one step of an answer; ``submitted`` is the monotonic time at which its job was submitted."""
+        """Count one step of an answer; ``submitted`` is the monotonic time at which its job was submitted.
+
+        ``prompt_tokens`` is 0 if another answer to the same prompt counts them.
+        """
         self._tokens.inc(len(step.tokens))
         self._steps.inc()
         waited = time.monotonic() - submitted
         if is_first:
             self._prompt_tokens.inc(prompt_tokens)
-            self._cached.inc(step.cached_tokens)
+            self._cached.inc(min(step.cached_tokens, prompt_tokens))
             self._first.observe(waited)
         if step.finish:
             self._whole.observe(waited)
