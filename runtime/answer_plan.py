@@ -183,5 +183,5 @@ def generate_options(
         options["pad_token_id"] = settings.pad_token_id if settings.pad_token_id is not None else min(ends)
     chosen: dict[str, Any] = {"repetition_penalty": config.repetition_penalty}
     if not config.is_greedy:
-        chosen |= {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+        chosen |= {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     return options | {name: value for name, value in chosen.items() if value is not None}

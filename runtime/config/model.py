@@ -131,6 +131,8 @@ class SamplingConfig(Settings, panel=Panel.SAMPLING):
     )
     seed: int = setting(0, "Seed of sampling. The answer is the same for every method.")
     stop: tuple[str, ...] = rare_setting((), "Text that ends an answer and is cut off, repeatable.")
+    min_p: float | None = None
+    """Probability, relative to that of the most probable token, below which no token is drawn; not an option."""
 
     @property
     def is_greedy(self) -> bool:
@@ -141,6 +143,7 @@ class SamplingConfig(Settings, panel=Panel.SAMPLING):
         require(0 <= self.temperature < float("inf"), "temperature", self.temperature, "0 (greedy) or more")
         require(self.top_k is None or self.top_k >= 0, "top-k", self.top_k, "0 (all tokens) or more")
         require(self.top_p is None or 0 < self.top_p <= 1, "top-p", self.top_p, "above 0 and at most 1")
+        require(self.min_p is None or 0 <= self.min_p <= 1, "min-p", self.min_p, "between 0 and 1")
         penalty = self.repetition_penalty
         require(penalty is None or penalty > 0, "repetition-penalty", penalty, "above 0 (1 changes nothing)")
         require(all(self.stop), "stop", "an empty text", "some text")

@@ -14,6 +14,7 @@ from transformers import (
     EtaLogitsWarper,
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -352,4 +353,6 @@ def processors_of(config: SamplingConfig) -> LogitsProcessorList:
         chosen.append(TopKLogitsWarper(config.top_k))
     if config.top_p is not None and config.top_p < 1.0:
         chosen.append(TopPLogitsWarper(config.top_p))
+    if config.min_p:
+        chosen.append(MinPLogitsWarper(config.min_p))
     return chosen

@@ -88,6 +88,7 @@ def chat_form(schema: Any) -> dict[str, Any]:
 
 
 CHAT_FIELDS: Table = {
+    "min_p negative": {"min_p": -0.1},
     "max_completion_tokens a list": {"max_completion_tokens": [1]},
     "n 0": {"n": 0},
     "n too large": {"n": 1000},
@@ -148,6 +149,7 @@ CHAT_BODIES = bodies(said("Hi"), SHARED, CONVERSATIONS, CHAT_FIELDS) | {
     "half a character": b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
 }
 COMPLETION_BODIES: dict[str, Any] = {
+    "min_p above 1": {"prompt": "Hi", "min_p": 1.01},
     "no prompt": {},
     "prompt null": {"prompt": None},
     "prompt a number": {"prompt": 4},

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
+
+import pytest
 
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.integrations.server.choice_stream import ChoiceStream
 from hdtool.runtime.integrations.server.metrics import Metrics
+from hdtool.runtime.integrations.server.openai_formats import RequestError
 from hdtool.runtime.integrations.server.openai_requests import CompletionRequest
 from hdtool.runtime.integrations.server.request_preparation import Preparer
 from hdtool.runtime.integrations.server.scheduler import OverloadError, Scheduler, Tenants
 from hdtool.runtime.target.load import Loaded
+from tests.server.plain import plain_ids
+
+PROMPT = [*range(40, 60)]
 
 
 def answered(loaded: Loaded, request: CompletionRequest) -> tuple[ChoiceStream, str]:
@@ -35,13 +42,31 @@ def answered(loaded: Loaded, request: CompletionRequest) -> tuple[ChoiceStream, 
         engine.stop()
 
 
+@pytest.mark.parametrize("min_p", [0.0, 0.02, 1.0])
+def test_min_p_leaves_out_improbable_tokens(loaded: Loaded, min_p: float) -> None:
+    settings: dict[str, Any] = {"temperature": 1.8, "seed": 3, "min_p": min_p}
+    request = CompletionRequest.of({"prompt": PROMPT, "max_tokens": 24, "logprobs": 0, **settings})
+    plain = plain_ids(loaded, PROMPT, 24, temperature=1.8, seed=3)
+    greedy = plain_ids(loaded, PROMPT, 24)
+    stream, _ = answered(loaded, request)
+    tokens = [each.token for each in stream._choices[0].recorded or ()]
+    assert tokens == plain_ids(loaded, PROMPT, 24, **settings)
+    assert (tokens == plain, tokens == greedy) == (min_p == 0, min_p == 1)
+
+
+@pytest.mark.parametrize("min_p", [-0.1, 1.5])
+def test_min_p_out_of_range_is_refused(min_p: float) -> None:
+    with pytest.raises(RequestError, match=r"^min_p: [^\n]+$"):
+        CompletionRequest.of({"prompt": PROMPT, "min_p": min_p})
+
+
 def test_a_step_that_comes_after_the_end_of_the_server_is_dropped(loaded: Loaded) -> None:
     stream, _ = answered(loaded, CompletionRequest.of({"prompt": [7, 8], "max_tokens": 1}))
     stream._deliver(0, OverloadError("late"))
 
 
 def test_a_prompt_is_counted_once_for_all_of_its_choices(loaded: Loaded) -> None:
-    request = CompletionRequest.of({"prompt": [[*range(40, 60)], [7, 8]], "n": 3, "max_tokens": 2})
+    request = CompletionRequest.of({"prompt": [PROMPT, [7, 8]], "n": 3, "max_tokens": 2})
     stream, metrics = answered(loaded, request)
     assert stream.usage["prompt_tokens"] == 22
     assert "hdtool_prompt_tokens_total 22.0" in metrics

@@ -212,6 +212,7 @@ class Preparer:
             "temperature": body.temperature,
             "top_k": None if body.top_k is None else max(0, body.top_k),
             "top_p": body.top_p,
+            "min_p": body.min_p,
             "repetition_penalty": body.repetition_penalty,
         }
         set_here = {name: value for name, value in given.items() if value is not None}
