@@ -28,7 +28,7 @@ from hdtool.runtime.generation.text_stream import TextStream
 from hdtool.runtime.target.load import Loaded
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 NEUTRAL_SETTINGS: dict[str, Any] = {
     "prompt_lookup_num_tokens": None,
@@ -77,18 +77,20 @@ def plan_answer(
     max_new_tokens: int,
     guide: Guide | None = None,
     processors: Sequence[LogitsProcessor] = (),
+    *,
+    skip_special_tokens: bool = True,
 ) -> AnswerPlan:
     """Plan an answer, with the processors and criteria that ``generate`` would use.
 
     Options that are None in ``config`` come from the model's generation settings, else from the defaults of
-    transformers. The mask of the grammar and then ``processors`` run before those of ``generate``. Raise ModelError if
-    the settings cannot be used.
+    transformers. The mask of the grammar and then ``processors`` run before those of ``generate``. Stop strings are
+    searched in the text with or without special tokens. Raise ModelError if the settings cannot be used.
     """
     room, _ = room_for(loaded.target, prompt, max_new_tokens)
     own, criteria = _processors_and_criteria(loaded, config, prompt, room)
     met, _ = criteria_and_ends(criteria, loaded.target.model.device)
     if config.stop:
-        met.append(_completes(config.stop, loaded.tokenizer))
+        met.append(_completes(TextStream(loaded.tokenizer, config.stop, skip_special_tokens=skip_special_tokens)))
     all_processors = LogitsProcessorList([*masks_of(guide), *processors, *own])
     sampler = Sampler(config, prompt, processors=all_processors, criteria=met)
     return AnswerPlan(prompt, sampler, max_new_tokens, loaded.stops, guide)
@@ -118,9 +120,8 @@ def criteria_and_ends(
     return [is_met] if checked else [], frozenset(ends)
 
 
-def _completes(stops: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Criterion:
-    """Return the criterion that a token completes a stop string."""
-    text = TextStream(tokenizer, stops)
+def _completes(text: TextStream) -> Criterion:
+    """Return the criterion that a token completes a stop string of ``text``."""
 
     def is_met(sampler: Sampler, token: int) -> bool:
         text.add([token])

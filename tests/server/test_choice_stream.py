@@ -9,10 +9,11 @@ import pytest
 
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import SamplingConfig
+from hdtool.runtime.core.sequence import Finish
 from hdtool.runtime.integrations.server.choice_stream import ChoiceStream
 from hdtool.runtime.integrations.server.metrics import Metrics
 from hdtool.runtime.integrations.server.openai_formats import RequestError
-from hdtool.runtime.integrations.server.openai_requests import CompletionRequest
+from hdtool.runtime.integrations.server.openai_requests import ChatRequest, CompletionRequest
 from hdtool.runtime.integrations.server.request_preparation import Preparer
 from hdtool.runtime.integrations.server.scheduler import OverloadError, Scheduler, Tenants
 from hdtool.runtime.target.load import Loaded
@@ -21,15 +22,17 @@ from tests.server.plain import plain_ids
 PROMPT = [*range(40, 60)]
 
 
-def answered(loaded: Loaded, request: CompletionRequest) -> tuple[ChoiceStream, str]:
+def answered(loaded: Loaded, request: ChatRequest | CompletionRequest) -> tuple[ChoiceStream, str]:
     """Generate all choices of a request; return them with the server's metrics."""
     decoding = DecodeConfig(method="ar", batch_size=2)
     tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
     engine = Scheduler(loaded.target, tenants, decoding, max_waiting=9, prefix_bytes=0)
     preparer, metrics = Preparer(loaded, decoding, SamplingConfig()), Metrics(engine)
 
+    choices = preparer.chat(request, "") if isinstance(request, ChatRequest) else preparer.completion(request)
+
     async def generate() -> ChoiceStream:
-        stream = ChoiceStream(engine, metrics, loaded, preparer, preparer.completion(request))
+        stream = ChoiceStream(engine, metrics, loaded, preparer, choices)
         stream.submit("")
         async for _ in stream.deltas():
             pass
@@ -72,3 +75,14 @@ def test_a_prompt_is_counted_once_for_all_of_its_choices(loaded: Loaded) -> None
     assert "hdtool_prompt_tokens_total 22.0" in metrics
     assert "hdtool_cached_prompt_tokens_total 0.0" in metrics
     assert "hdtool_generated_tokens_total 12.0" in metrics
+
+
+@pytest.mark.parametrize(("has_tools", "tokens"), [(True, 1), (False, 6)])
+def test_a_special_token_stops_an_answer_if_the_text_shows_it(loaded: Loaded, has_tools: bool, tokens: int) -> None:
+    special = loaded.tokenizer.convert_tokens_to_ids("<|user|>")
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool] if has_tools else None}
+    body |= {"max_tokens": 6, "temperature": 0, "logit_bias": {str(special): 100}, "stop": "<|user|>"}
+    stream, _ = answered(loaded, ChatRequest.of(body))
+    stats = stream._texts[0].stats
+    assert (stats.tokens, stats.finish) == (tokens, Finish.STOP if has_tools else Finish.LENGTH)

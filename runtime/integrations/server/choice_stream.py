@@ -26,13 +26,7 @@ from hdtool.runtime.integrations.server.openai_formats import (
 )
 from hdtool.runtime.integrations.server.request_preparation import PreparedChoice, Preparer
 from hdtool.runtime.integrations.server.scheduler import AnswerJob, OverloadError, Scheduler
-from hdtool.runtime.integrations.server.tool_calls import (
-    THINK_CLOSING,
-    ThinkingReader,
-    ToolCall,
-    ToolCallReader,
-    calls_of,
-)
+from hdtool.runtime.integrations.server.tool_calls import ToolCall, calls_of
 from hdtool.runtime.target.load import Loaded
 
 if TYPE_CHECKING:
@@ -141,14 +135,7 @@ class AnswerText:
         prompt = choice.prompt
         tools = prompt.tools
         self._must_call = bool(tools.required) and not tools.is_generic
-        is_free = prompt.rendered and (prompt.grammar is None or tools.is_generic)
-        self._reader = (
-            ToolCallReader.of(tokenizer, tools.tools, prompt.rendered, is_generic=tools.is_generic) if is_free else None
-        )
-        has_own = self._reader is not None and self._reader.reads_thinking
-        self._thinking = ThinkingReader.of(tokenizer, prompt.rendered) if is_free and not has_own else None
-        # Tool calls and thinking may be marked by special tokens.
-        has_marks = self._reader or (self._thinking and THINK_CLOSING in tokenizer.all_special_tokens)
+        self._reader, self._thinking, has_marks = prompt.readers(tokenizer)
         self._stream = TextStream(tokenizer, choice.stop_texts, skip_special_tokens=not has_marks)
         self._num_calls = 0
         self._num_reported = 0

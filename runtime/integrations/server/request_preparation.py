@@ -6,7 +6,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import LogitsProcessor
 
@@ -44,7 +44,11 @@ from hdtool.runtime.integrations.server.openai_requests import (
 )
 from hdtool.runtime.integrations.server.quotes import Quotes
 from hdtool.runtime.integrations.server.scheduler import AnswerJob
+from hdtool.runtime.integrations.server.tool_calls import THINK_CLOSING, ThinkingReader, ToolCallReader
 from hdtool.runtime.target.load import Loaded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_GRAMMAR_CHARACTERS = 65_536
 """Maximum length of a grammar in characters; longer ones would take seconds to compile."""
@@ -70,6 +74,17 @@ class PreparedPrompt:
     echo: str = ""
     """Text to return before the answer."""
     extension: Extension = NO_EXTENSION
+
+    def readers(self, tokenizer: PreTrainedTokenizerBase) -> tuple[ToolCallReader | None, ThinkingReader | None, bool]:
+        """Return readers of tool calls and thinking for one answer, and whether special tokens may mark them."""
+        tools = self.tools
+        if not self.rendered or (self.grammar and not tools.is_generic):
+            return None, None, False
+        reader = ToolCallReader.of(tokenizer, tools.tools, self.rendered, is_generic=tools.is_generic)
+        has_own = reader is not None and reader.reads_thinking
+        thinking = None if has_own else ThinkingReader.of(tokenizer, self.rendered)
+        is_marked = thinking is not None and THINK_CLOSING in tokenizer.all_special_tokens
+        return reader, thinking, reader is not None or is_marked
 
 
 @dataclass(frozen=True)
@@ -225,7 +240,10 @@ class Preparer:
         if biases:
             processors.append(LogitBias(biases))
         guide = self._guide(prompt.grammar)
-        plan = plan_answer(self._loaded, config, prompt.tokens, prompt.limit, guide, processors)
+        *_, has_marks = prompt.readers(self._loaded.tokenizer)
+        plan = plan_answer(
+            self._loaded, config, prompt.tokens, prompt.limit, guide, processors, skip_special_tokens=not has_marks
+        )
         recorded: list[TokenLogprobs] | None = [] if prompt.logprobs is not None else None
         return PreparedChoice(prompt, plan, config.stop, recorded)
 
