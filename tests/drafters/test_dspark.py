@@ -424,12 +424,13 @@ def test_other_checkpoints_are_refused_in_a_line(tmp_path: Path) -> None:
 def test_settings_that_are_null_are_those_left_out(tmp_path: Path) -> None:
     model = six_layers()
     target = Target(model)
-    nulls = dict.fromkeys(("markov_head_type", "sample_from_anchor", "input_embedding_scale"))
-    for options, more in (
+    nulls: dict[str, Any] = dict.fromkeys(("markov_head_type", "sample_from_anchor", "input_embedding_scale"))
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"markov": "vanilla"}, {}),
         ({}, {"markov_rank": None}),
         ({"speculators": True}, {"head_dim": None}),
-    ):
+    ]
+    for options, more in cases:
         left_out = loaded(block_drafter(tmp_path / "without", model, **options), target)
         found = loaded(block_drafter(tmp_path / "null", model, **options, **nulls, **more), target)
         assert (found.first, found.heads is None) == (left_out.first, left_out.heads is None)
