@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -86,7 +86,7 @@ class AnsweredQuestion(Answers):
             "accept_lengths": self.step_tokens,
             "output_ids": self.output_ids,
             "seconds_rounds": self.seconds_rounds,
-            **{name: [getattr(turn, name) for turn in turns] for name in HDTOOL_TURN_KEYS},
+            **{name: [getattr(turn, name) for turn in turns] for name in (*HDTOOL_TURN_KEYS, *LATER_TURN_KEYS)},
         }
         return {
             "question_id": self.question_id,
@@ -102,24 +102,25 @@ class AnsweredQuestion(Answers):
         """Parse a row of an answer file. Raises KeyError, TypeError or ValueError if hdtool did not write the row."""
         choice = first_choice(row["choices"])
         lengths = _split_by_turn(choice["accept_lengths"], choice["decoding_steps"])
+        names = (*HDTOOL_TURN_KEYS, *(name for name in LATER_TURN_KEYS if name in choice))
         turns = tuple(
-            AnsweredTurn(
-                text, output_ids, step_tokens, seconds, **dict(zip(HDTOOL_TURN_KEYS, hdtool_values, strict=True))
-            )
+            AnsweredTurn(text, output_ids, step_tokens, seconds, **dict(zip(names, hdtool_values, strict=True)))
             for text, output_ids, step_tokens, seconds, *hdtool_values in zip(
                 choice["turns"],
                 choice["output_ids"],
                 lengths,
                 choice["wall_time"],
-                *(choice[name] for name in HDTOOL_TURN_KEYS),
+                *(choice[name] for name in names),
                 strict=True,
             )
         )
         return cls(row["question_id"], row["category"], turns, tuple(map(tuple, choice["seconds_rounds"])))
 
 
-HDTOOL_TURN_KEYS = tuple(field.name for field in fields(AnsweredTurn)[4:])
+HDTOOL_TURN_KEYS = ("finish", "nodes", "draft_seconds", "model_seconds", "drafted_by", "sources")
 """Fields of a turn that hdtool adds to Spec-Bench's format."""
+LATER_TURN_KEYS = ("first_seconds", "cpu_seconds", "waited_seconds")
+"""More of them, which results of earlier versions lack."""
 
 
 def first_choice(choices: Any) -> dict[str, Any]:

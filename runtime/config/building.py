@@ -165,6 +165,13 @@ class HeadsConfig(Settings, panel=Panel.HEADS):
         """These settings with the kind ``medusa``, whose heads read only the target's hidden state."""
         return replace(self, kind=MEDUSA).resolved
 
+    @classmethod
+    def of_checkpoint(cls, settings: Mapping[str, Any]) -> HeadsConfig:
+        """Return a checkpoint's settings; the kind is inferred if an earlier version did not store it."""
+        config = cls(**settings)
+        is_medusa = "kind" not in settings and not config.adaptation and not config.auto_embedding
+        return config.plain if is_medusa else config
+
 
 @dataclass(frozen=True)
 class TrainConfig(Settings, panel=Panel.TRAINING):

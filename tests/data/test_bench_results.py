@@ -55,6 +55,18 @@ def test_answers_come_back_as_they_went(tmp_path: Path) -> None:
     assert results.answers == {method: [rows_of(place)[method] for place in range(len(IDS))] for method in METHODS}
 
 
+def test_answers_of_earlier_versions_have_no_cpu_time(tmp_path: Path) -> None:
+    filled(tmp_path)
+    for method in METHODS:
+        path = tmp_path / f"{method}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            for name in ("first_seconds", "cpu_seconds", "waited_seconds"):
+                del row["choices"][0][name]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_results(tmp_path).answers["hd"] == [rows_of(place)["hd"] for place in range(len(IDS))]
+
+
 def test_spec_bench_can_count_them(tmp_path: Path) -> None:
     """Its speed.py, done over: what it reads of each row, and what it makes of it."""
     filled(tmp_path)

@@ -105,7 +105,11 @@ def output_files(folder: Path) -> tuple[OutputFile, OutputFile]:
     is_settings = is_json_with(SETTINGS_KEYS, HEADS_FORMAT)
 
     def is_weights(path: Path) -> bool:
-        return safetensors_metadata(path).get("writer") == METADATA["writer"]
+        # Earlier versions wrote no metadata.
+        settings = folder / SETTINGS_FILE
+        return safetensors_metadata(path).get("writer") == METADATA["writer"] or (
+            settings.is_file() and is_settings(settings)
+        )
 
     advice = "make room, choose another --out, or move it away, and run the command again"
     return (
@@ -125,7 +129,7 @@ def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
             f"this one is {model_fingerprint}): train some for this one with hdtool train-heads"
         )
     try:
-        config = HeadsConfig(**settings["heads"])
+        config = HeadsConfig.of_checkpoint(settings["heads"])
         heads = ARCHITECTURES[config.kind](HeadsShape(**settings["shape"]), config)
         heads.load_state_dict(load_file(folder / WEIGHTS_FILE))
         _check_token_ids(heads)
@@ -285,7 +289,7 @@ def kinds_for(method: str) -> tuple[str, ...]:
 
 
 def kind_of(folder: Path) -> str:
-    return HeadsConfig(**read_settings(folder)["heads"]).kind
+    return HeadsConfig.of_checkpoint(read_settings(folder)["heads"]).kind
 
 
 def _heads_folders(folders: Sequence[str], model: PreTrainedModel) -> list[Path]:
