@@ -100,7 +100,8 @@ def bench_table(results: Results, scores: Scores) -> str:
 
     run = results.run
     about = run.surroundings
-    rounded = about["activations"] == INT8
+    # Results of earlier versions lack the key.
+    rounded = about.get("activations") == INT8
     heads = [
         f"{about['model']} on {about['device']} in {about['dtype']}{', activations in int8' * rounded}, "
         f"{run.questions} questions, "
