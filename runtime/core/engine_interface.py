@@ -19,7 +19,7 @@ from hdtool.runtime.kernels.topk import Rankable, argmax, for_topk, topk
 TopTokens = tuple[torch.Tensor, torch.Tensor]
 """Best tokens after each row or of each head of a drafter, and their probabilities."""
 Ranked = tuple[Array, Array]
-"""The same as arrays on the host."""
+"""Best tokens of each ranking and their probabilities, as arrays on the host."""
 
 
 class PassOptions(NamedTuple):
