@@ -5,7 +5,7 @@ Steps with fixed shapes keep their inputs in one buffer, which is sent to the de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -130,13 +130,19 @@ class AttentionMasks:
         columns = torch.arange(extent, device=positions.device)
         return self._by_kind(self._hiding((columns <= positions[:, None])[None], positions[None], columns))
 
-    def block_mask(self, positions: torch.Tensor, extent: int) -> AttentionMask:
+    def block_mask(self, positions: torch.Tensor, extent: int, causal: Collection[str] = ()) -> AttentionMask:
         """Compute the mask ``[1, 1, rows, extent]`` of a block of tokens that also read those after them.
 
-        A mask of one row is that of all rows.
+        In layers of the kinds ``causal``, they don't.
         """
         columns = torch.arange(extent, device=positions.device)
-        return self._by_kind(self._hiding((columns <= positions[-1:, None])[None], positions[None], columns))
+        after = (columns > positions[:, None])[None]
+        within = (columns <= positions[-1]).expand_as(after)
+        masks = self._hiding(within, positions[None], columns)
+        for window, mask in zip(self._windows, masks, strict=True):
+            if window.kind in causal:
+                mask.masked_fill_(after, self._mask_value)
+        return self._by_kind(masks)
 
     def on_device(
         self, ancestor_mask: torch.Tensor, positions: torch.Tensor, length: torch.Tensor, extent: int

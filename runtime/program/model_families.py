@@ -159,6 +159,8 @@ class AttentionKind:
     softcap: str = ""
     """Name of the attention attribute that holds the softcap of attention scores."""
     has_sinks: bool = False
+    is_causal: bool = True
+    """Whether attention modules say that they are causal."""
 
 
 @dataclass(frozen=True)

@@ -403,7 +403,7 @@ def _has_known_code(
         all(is_of_package(module, package) for module in (*holders, *filter(None, [mixer])))
         and all(is_of_package(norm, package) or type(norm) in (LayerNorm, Identity) for norm in norms)
         and all(map(family.knows, holders))
-        and (attention is None or getattr(attention, "is_causal", None) is True)
+        and (attention is None or getattr(attention, "is_causal", None) is family.attention.is_causal)
     )
 
 

@@ -20,8 +20,6 @@ from hdtool.runtime.drafters.trained.sequential import BlockDrafter
 from hdtool.runtime.model.pass_inputs import CacheRows
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate
     from hdtool.runtime.drafters.trained.dflash_checkpoints import DFlashModel
     from hdtool.runtime.target.target import Target
@@ -38,17 +36,17 @@ class DFlashPasses(ReadingPasses):
         self.positions = positions
         """Number of positions of a block for which tokens are ranked."""
         self._model, self._block = model, positions + model.first
-        hidden = torch.empty((0, model.layers.encoder.fc.in_features), dtype=target.dtype, device=target.device)
+        self._layers = target.drafter_layers(model.parts, model.windows)
+        keys = [HeadShape(layer.heads, layer.width, target.dtype, target.device) for layer in model.parts.layers]
         super().__init__(
-            [_shape_of(layer.self_attn) for layer in model.layers.layers],
-            hidden,
+            [LayerShape(shape, shape) for shape in keys],
+            torch.empty((0, model.read_width), dtype=target.dtype, device=target.device),
             target,
             windows=model.windows,
             rankings=rankings_for(positions) if model.heads else positions,
             best=TOKENS_PER_RANKING + (model.heads is not None),
             drafted=self._block,
         )
-        self._kinds = dict.fromkeys(model.layers.config.layer_types)
 
     def _extent(self, rows: int, end: int) -> int:
         return super()._extent(rows, end + self._block)
@@ -62,27 +60,14 @@ class DFlashPasses(ReadingPasses):
 
     def _rank_last(self, hidden: torch.Tensor, extent: int, words: torch.Tensor) -> TopTokens:
         model, (places, noise) = self._model, words.split([len(words) - self._block, self._block])
-        states = model.layers(
-            noise_embeds=model.embed(noise[None]),
-            context_hidden_states=hidden[None],
-            position_ids=places[None],
-            attention_mask={kind: self._mask_of(kind, places[-self._block :], extent) for kind in self._kinds},
-            past_key_values=CacheRows(self._cache.storage, places, extent, None).cache,
-        ).last_hidden_state[0]
+        mask = self._masks.block_mask(places[-self._block :], extent, model.causal)
+        rows = CacheRows(self._cache.storage, places, extent, mask)
+        embedded = model.embed(noise[None])[0]
+        states = self._layers.run(embedded, places, rows, context=model.encode(hidden))
         logits = model.head(states[model.first :])
         if model.heads:
             return model.heads.rank(noise[:1], states, logits, model.token_ids)
         return topk_tokens(logits, TOKENS_PER_RANKING, model.token_ids)
-
-    def _mask_of(self, kind: str, places: torch.Tensor, extent: int) -> torch.Tensor | None:
-        make = self._masks.causal_mask if kind in self._model.causal else self._masks.block_mask
-        return CacheRows(self._cache.storage, places, extent, make(places, extent)).mask_of(kind)
-
-
-def _shape_of(attention: Any) -> LayerShape:
-    weight = attention.k_proj.weight
-    keys = HeadShape(len(weight) // attention.head_dim, attention.head_dim, weight.dtype, weight.device)
-    return LayerShape(keys, keys)
 
 
 def dflash_drafter(model: DFlashModel, target: Target, gate: TrainedDrafterGate | None = None) -> BlockDrafter:

@@ -15,7 +15,9 @@ from hdtool.data.errors import FamilyError, HeadsError, error_reason
 from hdtool.runtime.drafters.trained.dspark import MARKOV_KINDS, VANILLA, DSparkHeads, MarkovHead
 from hdtool.runtime.drafters.trained.module_parts import Norm
 from hdtool.runtime.model.pass_inputs import FULL, SLIDING, AttentionWindow, windows_of
-from hdtool.runtime.program.mixer_parts import epsilon_of
+from hdtool.runtime.program.embedding_and_head import windows_of_layers
+from hdtool.runtime.program.model_families import GELU, AttentionKind, Family, MlpKind
+from hdtool.runtime.program.model_parts import FIXED_ROTARY, ModelParts, layers_of
 
 if TYPE_CHECKING:
     from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
@@ -30,6 +32,11 @@ LAYER_SETTINGS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_act",
     "rms_norm_eps", "rope_parameters", "max_position_embeddings",
 )  # fmt: skip
+FAMILY_NAME, FAMILY = (
+    "muse_glimmer_assistant",
+    Family(attention=AttentionKind(is_causal=False), mlp=MlpKind(frozenset({"silu"}) | GELU)),
+)
+"""The package of transformers that has a drafter's layers, and how they differ from Llama's."""
 DEFAULT_RANK = 256
 """Rank of the Markov head in drafters of speculators that don't state it."""
 
@@ -38,14 +45,16 @@ DEFAULT_RANK = 256
 class DFlashModel:
     """A loaded drafter, on the device of its target."""
 
-    layers: Any
-    """Model of transformers that computes the hidden states of a block."""
+    parts: ModelParts[nn.Module]
+    encoder: Any
+    """Linear layer ``fc`` and norm ``output_norm_enc``, which make of the target's hidden states what layers read."""
     layer_ids: list[int]
     """Indices of the target's layers whose outputs it reads."""
     block: int
     """Number of tokens in a block, of which the first is the last accepted one."""
     mask_token: int
     windows: list[AttentionWindow]
+    """Of each layer."""
     embed: Callable[[torch.Tensor], torch.Tensor]
     head: Callable[[torch.Tensor], torch.Tensor]
     token_ids: torch.Tensor | None = None
@@ -55,6 +64,16 @@ class DFlashModel:
     first: int = 1
     """Index of the token in the block at which the first draft is predicted."""
     heads: DSparkHeads | None = None
+
+    @property
+    def read_width(self) -> int:
+        """Width of the target's hidden states that it reads."""
+        return int(self.encoder.fc.in_features)
+
+    def encode(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the layers read of accepted tokens, given the target's hidden states."""
+        encoded: torch.Tensor = self.encoder.output_norm_enc(self.encoder.fc(hidden))
+        return encoded
 
     def check(self, published: PublishedDrafter, target: Target) -> None:
         """Raise HeadsError if the drafter does not fit the target."""
@@ -94,13 +113,15 @@ def _load_transformers_format(published: PublishedDrafter, target: Target) -> DF
     model = published.pretrained(AutoModel)
     config = model.config
     published.require_width(int(config.hidden_size), target)
+    parts, windows = _described(model, published, target)
     return DFlashModel(
-        layers=_prepared(model, target),
+        parts=parts,
+        encoder=_encoder_of(model),
         layer_ids=list(config.target_layer_ids),
         block=int(config.block_size),
         mask_token=int(config.mask_token_id),
         # A token's distance to the tokens that it reads is at most the window in these models, not less.
-        windows=[replace(each, window=each.window and each.window + 1) for each in windows_of(config)],
+        windows=[replace(each, window=each.window and each.window + 1) for each in windows],
         embed=without_norm(target.model.get_input_embeddings()),
         head=target.model.get_output_embeddings(),
     )
@@ -133,12 +154,14 @@ def _load_other_format(published: PublishedDrafter, target: Target, library_mode
         if rows is not None:
             published.require_width(rows.shape[-1], target)
     drafted, is_causal = target.vocabulary if head is None else len(head), settings.get("is_causal")
+    parts, windows = _described(model, published, target)
     return DFlashModel(
-        layers=_prepared(model, target),
+        parts=parts,
+        encoder=_encoder_of(model),
         layer_ids=list(config.target_layer_ids),
         block=int(config.block_size),
         mask_token=int(config.mask_token_id),
-        windows=windows_of(config),
+        windows=windows,
         embed=_embedding(embedding, target, scale),
         head=_head(head, target),
         token_ids=published.token_ids(offsets, drafted, target),
@@ -245,13 +268,25 @@ def without_norm(embedding: Any) -> Any:
     return bare
 
 
-def _prepared(model: Any, target: Target) -> Any:
-    """Return a drafter's model on the target's device; its RMSNorms, of six kernels each, become fused ones."""
-    for module in list(model.modules()):
-        for name, norm in module.named_children():
-            epsilon = epsilon_of(norm) if type(norm).__name__.endswith("RMSNorm") else None
-            if epsilon is not None:
-                fused = Norm(len(norm.weight), epsilon)
-                fused.weight = norm.weight
-                setattr(module, name, fused)
-    return model.to(target.device, target.dtype).requires_grad_(False).eval()
+def _described(
+    model: Any, published: PublishedDrafter, target: Target
+) -> tuple[ModelParts[nn.Module], list[AttentionWindow]]:
+    """Move a drafter's model to the target's device; return its parts, and the window of each layer."""
+    model.to(target.device, target.dtype).requires_grad_(False).eval()
+    layers = layers_of(model.layers, replace(target.described_kind, families={FAMILY_NAME: FAMILY}))
+    parts = ModelParts(
+        model, model, None, layers, model.rotary_emb, model.norm, nn.Identity(), model.config.rms_norm_eps, FAMILY
+    )
+    windows = windows_of_layers(model.config, windows_of(model.config))
+    if not layers or not windows or model.rotary_emb.rope_type not in FIXED_ROTARY:
+        raise HeadsError(f"drafter {published.name} has layers of an unknown kind: name another one")
+    return parts, windows
+
+
+def _encoder_of(model: Any) -> Any:
+    """Return the encoder of a drafter's model; its RMSNorm, of six kernels, becomes a fused one."""
+    norm = model.encoder.output_norm_enc
+    fused = Norm(len(norm.weight), model.config.rms_norm_eps)
+    fused.weight = norm.weight
+    model.encoder.output_norm_enc = fused
+    return model.encoder

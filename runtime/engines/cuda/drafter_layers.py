@@ -30,12 +30,16 @@ class DrafterLayers:
         rows: CacheRows,
         *,
         normed: torch.Tensor | None = None,
+        context: torch.Tensor | None = None,
         first: int = 0,
     ) -> torch.Tensor:
         """Compute the layers of ``hidden [rows, width]`` in place; return it with the norm after the layers, if any.
 
-        ``normed`` is what the first layer reads, by default the norm of ``hidden``. ``first`` is the first layer's
-        number in the cache.
+        ``normed`` is what the first layer reads, by default the norm of ``hidden``. ``context`` are normalized rows
+        before the others, of which each layer only writes keys and values; they have positions, and no masks. ``first``
+        is the first layer's number in the cache.
         """
-        self._operations.begin_rows(rows.places[None], rows.mask, rows.extent)
-        return self._layers.through(hidden, normed, positions[None], rows.storage.layers[first:])
+        of_context = 0 if context is None else len(context)
+        self._operations.begin_rows(rows.places[None], rows.mask, rows.extent, of_context)
+        cached = rows.storage.layers[first:]
+        return self._layers.through(hidden, normed, positions[None], cached, context=context)

@@ -107,9 +107,12 @@ class Operations:
         masks = self._masks.on_device(step.ancestor_mask, step.positions, step.length, extent)
         self.begin_rows(places, masks, extent)
 
-    def begin_rows(self, places: torch.Tensor, masks: AttentionMask, extent: int) -> None:
-        """Begin a pass whose rows are written to the cache at ``places [slots, rows]`` and read what ``masks`` show."""
-        self._places, self._extent = places, extent
+    def begin_rows(self, places: torch.Tensor, masks: AttentionMask, extent: int, context: int = 0) -> None:
+        """Begin a pass whose rows are written to the cache at ``places [slots, rows]`` and read what ``masks`` show.
+
+        Attention computes no outputs for the first ``context`` rows of a single slot, for which there are no masks.
+        """
+        self._places, self._extent, self._context = places, extent, context
         if self._shifted:
             # Weights may have been changed in place, so each pass adds the offset anew, to all weights at once.
             weights = [norm.weight for norm in self._shifted]
@@ -138,7 +141,7 @@ class Operations:
         """Normalize and rotate the queries and keys of ``qkv``, and write keys and values into the cache.
 
         Without a cache, ``qkv`` consists of queries alone. Return a tensor ``[tokens, columns]`` whose first
-        ``heads * width`` columns are the queries. ``qkv`` may be changed in place.
+        ``heads * width`` columns are the queries, without those of context rows. ``qkv`` may be changed in place.
         """
         slots, rows = self._places.shape
         heads = qkv.view(slots * rows, -1, layout.width)
@@ -152,7 +155,7 @@ class Operations:
             turned = _rotated(turned, rotary).to(qkv.dtype)  # some models rotate in float32
         for place, new in zip(cache or (), (turned[:, layout.query_heads :], values), strict=False):
             place[self._slots, :, self._places] = new.view(slots, rows, layout.key_heads, layout.width)
-        queries: torch.Tensor = turned.flatten(1)
+        queries: torch.Tensor = turned[self._context :].flatten(1)
         return queries
 
     def rotate_and_store_latents(
@@ -190,8 +193,8 @@ class Operations:
 
     def attention(self, queries: torch.Tensor, cache: KeysAndValues, layout: HeadLayout) -> torch.Tensor:
         """Compute attention of the queries over the context and the tree; return ``[tokens, heads * width]``."""
-        slots, rows = self._places.shape
-        groups = layout.query_heads // layout.key_heads
+        slots, groups = len(self._places), layout.query_heads // layout.key_heads
+        rows = len(queries) // slots
         width = layout.width + layout.rotated
         heads = queries[:, : layout.query_heads * width]
         # Query heads that share a key head become additional rows, so that keys and values needn't be repeated.

@@ -326,6 +326,7 @@ class ProgramLayers:
         positions: torch.Tensor,
         cached: Sequence[KeysAndValues],
         *,
+        context: torch.Tensor | None = None,
         embedded: torch.Tensor | None = None,
         inputs: torch.Tensor | None = None,
         mixers: Mapping[int, MixerStates] = NO_STATES,
@@ -335,8 +336,9 @@ class ProgramLayers:
 
         ``normed`` is what the first layer reads, by default the norm of ``hidden``. ``cached`` is each layer's part of
         the cache, ``positions [slots, rows]`` are those of rotations, ``embedded`` are the embeddings that side blocks
-        read, and ``inputs [tokens, layers, width]`` are per-layer inputs. The hidden states after a layer are copied to
-        ``watched`` if it has the layer's number.
+        read, and ``inputs [tokens, layers, width]`` are per-layer inputs. ``context [tokens, width]`` are normalized
+        rows before the others, of which each layer only writes keys and values. The hidden states after a layer are
+        copied to ``watched`` if it has the layer's number.
         """
         operations, self._slots = self._operations, len(positions)
         rotary = {kind: self._rotary(hidden, positions, kind) for kind in self._kinds}
@@ -346,7 +348,8 @@ class ProgramLayers:
             if layer.side:
                 assert embedded is not None
                 normed = self._beside(layer.side, hidden, embedded, rotary, cached)
-            mixed, between = self._mixed_tokens(layer, normed, rotary, cached, mixers.get(number)), normed
+            read = normed if context is None else torch.cat([context, normed])
+            mixed, between = self._mixed_tokens(layer, read, rotary, cached, mixers.get(number)), normed
             if mixed is not None:
                 between = operations.add_norm(hidden, mixed, layer.middle)
             if layer.feed:
