@@ -28,7 +28,7 @@ from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.settings import recorded_settings
-from hdtool.runtime.core.drafter import RankingRecorder
+from hdtool.runtime.core.ranking_recorder import RankingRecorder
 from hdtool.runtime.streamed_answer import Answer
 
 
@@ -153,8 +153,8 @@ def _grammar(prompt: Prompt) -> dict[str, Any]:
 
 def _recorded(answer: Answer) -> dict[str, Any]:
     recorded: dict[str, Any] = {"output_ids": answer.output_ids, "finish": answer.stats.finish}
-    if isinstance(answer.drafter, RankingRecorder):
-        recorded["rankings"] = answer.drafter.rankings.as_json()
+    if isinstance(recorder := answer.request.observer, RankingRecorder):
+        recorded["rankings"] = recorder.rankings.as_json()
     return recorded
 
 

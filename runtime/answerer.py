@@ -15,8 +15,9 @@ from hdtool.runtime.answer_plan import compiler_for, plan_answer
 from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.core.drafter import Drafter, RankingRecorder
+from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.prefix_cache import PrefixCache
+from hdtool.runtime.core.ranking_recorder import RankingRecorder
 from hdtool.runtime.core.sequence import Request, room_for
 from hdtool.runtime.core.session import Session
 from hdtool.runtime.dialogues import Dialogue, Dialogues
@@ -102,7 +103,7 @@ class Answerer:
         prediction = self._prediction(dialogue) if drafter.predicts else []
         plan = plan_answer(self.loaded, self.sampling, ids, decoding.max_new_tokens, self._guide(prompt))
         request = plan.request(dialogue, drafter, prediction, draft_tokens=decoding.draft_tokens)
-        return replace(request, drafter=RankingRecorder(request.drafter, self._rankings)) if self._rankings else request
+        return replace(request, observer=RankingRecorder(self._rankings)) if self._rankings else request
 
     def _guide(self, prompt: Prompt) -> Guide | None:
         return self._grammars.guide(prompt.grammar) if prompt.grammar else None

@@ -113,10 +113,9 @@ class Dialogues:
             dialogue.answers.append(
                 Answer(
                     self._tokenizer,
-                    request.drafter,
+                    request,
                     dialogue.prompt,
                     dialogue.messages[-1]["content"],
-                    len(request.prompt),
                     self._advance,
                     self._stop,
                 )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hdtool.data.prompts import Prompt
-from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.sequence import Finish, Stats, Step
+from hdtool.runtime.core.sequence import Finish, Request, Stats, Step
 from hdtool.runtime.generation.text_stream import (
     TextPiece,
     TextStream,
@@ -28,10 +27,9 @@ class Answer:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        drafter: Drafter,
+        request: Request[Any],
         prompt: Prompt,
         question: str,
-        prompt_tokens: int,
         generate: Callable[[], None],
         stop: Sequence[str] = (),
     ) -> None:
@@ -40,15 +38,15 @@ class Answer:
         ``stop`` holds the stop strings; the text ends before the first one that occurs.
         """
         self.prompt, self.question = prompt, question
-        self.prompt_tokens = prompt_tokens
+        self.prompt_tokens = len(request.prompt)
         self.output_ids: list[int] = []
         self.stats = Stats()
-        self.drafter = drafter
+        self.request = request
         self._tokenizer, self._stop = tokenizer, stop
         self._generate = generate
         self._steps: deque[Step] = deque()
         """Steps whose text was not given out yet."""
-        self._add_seconds = self.stats.timing(drafter)
+        self._add_seconds = self.stats.timing(request.drafter)
 
     def add(self, step: Step) -> None:
         self.output_ids += step.tokens

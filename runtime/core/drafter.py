@@ -1,4 +1,4 @@
-"""The base class of drafters, a drafter for plain decoding, and wrappers of other drafters."""
+"""The base class of drafters, a drafter for plain decoding, and a wrapper of other drafters."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
-from hdtool.data.conversation import RecordedRankings
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.kernels.topk import topk
 
 
 class Drafter:
@@ -135,11 +131,6 @@ class WrappedDrafter(Drafter):
     def max_ranked(self) -> int:
         return self._drafter.max_ranked
 
-    @property
-    def joint(self) -> Hashable:
-        """Key of the wrapped drafter, unless a subclass changes its trees."""
-        return self._drafter.joint if type(self).draft is WrappedDrafter.draft else self
-
     def set_seed(self, seed: int | None) -> None:
         self._drafter.set_seed(seed)
 
@@ -155,9 +146,6 @@ class WrappedDrafter(Drafter):
     def draft(self, context: Sequence[int]) -> DraftTree:
         return self._drafter.draft(context)
 
-    def draft_many(self, drafters: Sequence[WrappedDrafter], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
-        return draft_many([drafter._drafter for drafter in drafters], contexts)
-
     def forget_tree(self) -> None:
         self._drafter.forget_tree()
 
@@ -166,32 +154,3 @@ class WrappedDrafter(Drafter):
 
     def end(self) -> None:
         self._drafter.end()
-
-
-class RankingRecorder(WrappedDrafter):
-    """Records the target's top tokens at each position of an answer, and delegates drafting to another drafter."""
-
-    reads_logits = True
-
-    def __init__(self, drafter: Drafter, num_tokens: int) -> None:
-        """``num_tokens`` is the number of tokens to record per position."""
-        super().__init__(drafter)
-        self._num_tokens = num_tokens
-        self._tokens: list[np.ndarray] = []
-        self._logprobs: list[np.ndarray] = []
-
-    @property
-    def rankings(self) -> RecordedRankings:
-        return RecordedRankings(np.concatenate(self._tokens), np.concatenate(self._logprobs))
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._tokens.clear()
-        self._logprobs.clear()
-        super().begin(prompt)
-
-    def observe(self, accepted: Accepted, verified: Verified) -> None:
-        rows = verified.logits[[0, *(node + 1 for node in accepted.path)]].float()
-        tokens, scores = topk(rows, min(self._num_tokens, rows.shape[-1]))
-        self._tokens.append(tokens.astype(np.int32))
-        self._logprobs.append(scores - rows.logsumexp(-1, keepdim=True).cpu().numpy())
-        super().observe(accepted, verified)

@@ -56,6 +56,8 @@ class Step(NamedTuple):
 
 
 Key = TypeVar("Key")
+Observer = Callable[[Accepted, Verified], None]
+"""Called with what each step accepted, and with the logits of its pass, which are then always computed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +78,7 @@ class Request(Generic[Key]):
     """Maximum number of tokens in this answer; None for the limit of the session."""
     owner: str = ""
     """Name of the tenant; cached prefixes are reused only for requests with the same owner."""
+    observer: Observer | None = None
 
 
 class SequenceState(Generic[Key]):
@@ -89,7 +92,8 @@ class SequenceState(Generic[Key]):
         self.room, self._finish_at_limit = room_for(engine, prompt, limit)
         """Number of tokens that may still be generated."""
         self._stops = request.stops or stops
-        self.options = PassOptions(sampler.chooses_by_argmax, self.drafter.reads_logits, self.drafter.max_ranked)
+        are_logits_read = self.drafter.reads_logits or request.observer is not None
+        self.options = PassOptions(sampler.chooses_by_argmax, are_logits_read, self.drafter.max_ranked)
         if engine.captures:  # without capture, the host reads the logits directly
             num_ranked = max(self.options.max_ranked, sampler.max_ranked)
             self.options = self.options._replace(max_ranked=num_ranked, root=sampler.draws_by_row)
@@ -144,6 +148,8 @@ class SequenceState(Generic[Key]):
         return accepted
 
     def observe(self, accepted: Accepted, verified: Verified) -> Step:
+        if self.request.observer:
+            self.request.observer(accepted, verified)
         self.drafter.observe(accepted, verified)
         self.room -= len(accepted.tokens)
         finish = Finish.STOP if accepted.stopped else self._finish_at_limit if not self.room else None

@@ -7,7 +7,7 @@ from functools import cache
 from threading import Thread
 
 from hdtool.runtime.config.decoding import HIERARCHIES, METHODS
-from hdtool.runtime.core.drafter import Drafter, NoDraft, WrappedDrafter
+from hdtool.runtime.core.drafter import Drafter, NoDraft, WrappedDrafter, draft_many
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.drafter_factory import compile_hierarchy
 from hdtool.runtime.kernels.compile_process import DRAFTER, is_compiling, wait_until_compiled
@@ -92,3 +92,6 @@ class DeferredDrafter(WrappedDrafter):
     @property
     def joint(self) -> Hashable:
         return self if self._make else self._drafter.joint
+
+    def draft_many(self, drafters: Sequence[DeferredDrafter], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
+        return draft_many([drafter._drafter for drafter in drafters], contexts)

@@ -92,7 +92,7 @@ def test_every_answer_is_that_of_plain_decoding(
 def test_there_are_as_many_slots_as_drafters() -> None:
     answerer = Answerer(ModelConfig(), DecodeConfig(max_new_tokens=8, batch_size=3), SamplingConfig())
     assert len({id(drafter) for drafter in answerer._drafters}) == 3
-    assert {id(answer.drafter) for answer in answerer.all_answers(PROMPTS)} == set(map(id, answerer._drafters))
+    assert {id(answer.request.drafter) for answer in answerer.all_answers(PROMPTS)} == set(map(id, answerer._drafters))
 
 
 def test_passes_are_timed_once_for_all_slots_and_at_their_number(monkeypatch: pytest.MonkeyPatch) -> None:

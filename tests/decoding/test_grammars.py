@@ -34,11 +34,11 @@ from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.accept import accept
-from hdtool.runtime.core.drafter import Drafter, NoDraft, RankingRecorder
+from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Finish
-from hdtool.runtime.core.session import decode
+from hdtool.runtime.core.sequence import Finish, Request
+from hdtool.runtime.core.session import decode_request
 from hdtool.runtime.core.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.engines.cpu import tree_pass
@@ -229,8 +229,9 @@ class TestCertainTokens:
             found: list[TokenLogprobs] = []
             guide = compiler.guide(Grammar.json_schema(JSON_SCHEMAS["sentiment"]))
             sampler = Sampler(SamplingConfig(), prompt, processors=LogitsProcessorList(masks_of(guide)))
-            recorder = LogprobRecorder(guided_drafter(drafter, guide, 12), 2, found)
-            steps = decode(embedded.target, prompt, sampler, max_new_tokens=40, stops=embedded.stops, drafter=recorder)
+            drafter, observer = guided_drafter(drafter, guide, 12), LogprobRecorder(2, found)
+            request = Request(None, prompt, sampler, drafter, embedded.stops, max_new_tokens=40, observer=observer)
+            steps = decode_request(embedded.target, request)
             assert sum(len(step.tokens) for step in steps) == len(found)
             return found
 
@@ -238,11 +239,6 @@ class TestCertainTokens:
         assert [one.token for one in drafted] == [one.token for one in plain]
         assert [one.logprob for one in drafted] == pytest.approx([one.logprob for one in plain], abs=1e-4)
         assert skipped and not any(skipped)
-
-    def test_recorded_rankings_read_all_logits(self, compiler: GrammarCompiler) -> None:
-        drafter = guided_drafter(Hierarchy(), compiler.guide(Grammar.regex("a+")))
-        assert not drafter.reads_logits
-        assert RankingRecorder(drafter, 2).reads_logits
 
     @pytest.mark.parametrize(
         ("after_mask", "expected"),

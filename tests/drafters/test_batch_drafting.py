@@ -14,7 +14,7 @@ from hdtool.data.documents import Document, InputFile
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.drafter import Drafter, NoDraft, RankingRecorder, draft_many
+from hdtool.runtime.core.drafter import Drafter, NoDraft, draft_many
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy import hierarchy
@@ -98,10 +98,3 @@ def test_drafters_without_an_index_draft_together(sizes: list[int]) -> None:
 
 def test_a_batch_of_plain_requests_has_bare_trees() -> None:
     assert [len(tree) for tree in draft_many([NoDraft(), NoDraft()], PROMPTS[:2])] == [0, 0]
-
-
-def test_drafters_whose_answers_are_recorded_draft_together(sizes: list[int]) -> None:
-    recorders = [RankingRecorder(drafter, 3) for drafter in drafters_with([None] * 4, (8, 8, 8, 8))]
-    trees = draft_many(recorders, PROMPTS)
-    assert sizes == [4]
-    assert in_lists(trees) == in_lists(draft_many(drafters_with([None] * 4, (8, 8, 8, 8)), PROMPTS))

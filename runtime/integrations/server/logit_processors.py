@@ -9,7 +9,6 @@ import torch
 from transformers import LogitsProcessor
 
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.integrations.server.openai_formats import TokenLogprobs
 
@@ -39,18 +38,15 @@ class LogitBias(LogitsProcessor):
         return cast(torch.FloatTensor, biased)
 
 
-class LogprobRecorder(WrappedDrafter):
-    """Wraps a drafter to record the log-probabilities of accepted tokens."""
+class LogprobRecorder:
+    """Observes the steps of a request, and records the log-probabilities of its tokens."""
 
-    reads_logits = True
-
-    def __init__(self, drafter: Drafter, num_alternatives: int, recorded: list[TokenLogprobs]) -> None:
+    def __init__(self, num_alternatives: int, recorded: list[TokenLogprobs]) -> None:
         """``num_alternatives`` is how many top tokens to record per position; results are appended to ``recorded``."""
-        super().__init__(drafter)
         self._num_alternatives, self._recorded = num_alternatives, recorded
 
     @torch.inference_mode()
-    def observe(self, accepted: Accepted, verified: Verified) -> None:
+    def __call__(self, accepted: Accepted, verified: Verified) -> None:
         rows = [0, *(node + 1 for node in accepted.path)][: len(accepted.tokens)]
         scores = verified.logits[rows].float().log_softmax(-1)
         chosen = scores.gather(1, torch.tensor(accepted.tokens, device=scores.device)[:, None])[:, 0].tolist()
@@ -58,4 +54,3 @@ class LogprobRecorder(WrappedDrafter):
         for index, token in enumerate(accepted.tokens):
             pairs = zip(best.indices[index].tolist(), best.values[index].tolist(), strict=True) if best else ()
             self._recorded.append(TokenLogprobs(token, chosen[index], list(pairs)))
-        super().observe(accepted, verified)

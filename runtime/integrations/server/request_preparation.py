@@ -200,15 +200,15 @@ class Preparer:
     def job(self, choice: PreparedChoice, tenant: str, deliver: Callable[[Step | Exception], None]) -> AnswerJob:
         """Return the job that generates a choice; the engine calls ``deliver`` with each step, or with an error."""
 
-        def request(job: AnswerJob, drafter: Drafter) -> Request[AnswerJob]:
+        def make_request(job: AnswerJob, drafter: Drafter) -> Request[AnswerJob]:
             prompt, draft_tokens = choice.prompt, self._decoding.draft_tokens
             prediction = prompt.prediction or prompt.quotes
-            made = choice.plan.request(job, drafter, prediction, draft_tokens=draft_tokens, owner=tenant)
+            request = choice.plan.request(job, drafter, prediction, draft_tokens=draft_tokens, owner=tenant)
             if choice.recorded is None:
-                return made
-            return replace(made, drafter=LogprobRecorder(made.drafter, prompt.logprobs or 0, choice.recorded))
+                return request
+            return replace(request, observer=LogprobRecorder(prompt.logprobs or 0, choice.recorded))
 
-        return AnswerJob(tenant, request, deliver, choice.prompt.tokens, choice.prompt.extension.drafts)
+        return AnswerJob(tenant, make_request, deliver, choice.prompt.tokens, choice.prompt.extension.drafts)
 
     def _choices(self, body: GenerationRequest, prepared: Sequence[PreparedPrompt]) -> list[PreparedChoice]:
         seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
