@@ -1,5 +1,6 @@
-"""Backends that compute a model's passes: compiled code (`cpu`), captured steps (`cuda`) and stock code (`stock`).
+"""Backends that compute a model's passes: compiled code (`cpu`), captured steps (`captured`) and stock code (`stock`).
 
-`backend` has their interface, and an engine that runs each pass by the first that accepts it. Imports only
-`runtime/caches`, `runtime/core` and `runtime/model`.
+`backend` has their interface, and an engine that runs each pass by the first that accepts it; `capture` has the
+interface of what captures passes on a device. Imports only `data`, `runtime/caches`, `runtime/core` and
+`runtime/model`.
 """

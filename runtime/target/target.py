@@ -15,7 +15,7 @@ from hdtool.data.notes import note
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.tolerances import distances, tolerance_of
 from hdtool.runtime.engines.backend import MIN_GROWTH, BackendEngine, StockBackend
-from hdtool.runtime.engines.capture_interface import Capture, CaptureMaker
+from hdtool.runtime.engines.capture import Capture, CaptureMaker
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.engines.stock.forward_lock import forward_lock
 from hdtool.runtime.engines.stock.model_facts import ModelFacts
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedModel
 
+    from hdtool.runtime.engines.captured.captured_passes import CapturedPasses
+    from hdtool.runtime.engines.captured.ranking_passes import RankingPasses
     from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
-    from hdtool.runtime.engines.cuda.captured_passes import CapturedPasses
     from hdtool.runtime.engines.cuda.drafter_layers import DrafterLayers
-    from hdtool.runtime.engines.cuda.ranking_passes import RankingPasses
     from hdtool.runtime.model.pass_inputs import AttentionWindow
     from hdtool.runtime.program.model_parts import Kind, ModelParts
 
@@ -111,7 +111,7 @@ class Target(BackendEngine):
             self._capture_steps(capture, trees)
 
     def _capture_steps(self, capture: Capture, trees: TreePasses) -> None:
-        from hdtool.runtime.engines.cuda.captured_passes import CapturedPasses
+        from hdtool.runtime.engines.captured.captured_passes import CapturedPasses
 
         self.captured = CapturedPasses(self.stock, self.facts)
         self._arrange(trees)
@@ -204,7 +204,7 @@ class Target(BackendEngine):
 
     def ranking_passes(self, rankings: int, best: int) -> RankingPasses:
         """Return what runs the passes of a trained drafter, captured if steps are; see ``RankingPasses``."""
-        from hdtool.runtime.engines.cuda.ranking_passes import RankingPasses
+        from hdtool.runtime.engines.captured.ranking_passes import RankingPasses
 
         return RankingPasses(self._capture(self.device) if self.captures else None, self.device, rankings, best)
 
@@ -217,9 +217,9 @@ class Target(BackendEngine):
     @property
     def described_kind(self) -> Kind[Module]:
         """The modules and families that described passes support."""
-        from hdtool.runtime.engines.cuda.fused_pass import kind_of
+        from hdtool.runtime.engines.reference.program_support import program_support
 
-        return kind_of(self.stock)
+        return program_support(self.dtype, self.device)
 
     def context_limit(self, prompt_length: int) -> int | None:
         return context_limit(self.config, prompt_length)

@@ -19,8 +19,8 @@ from hdtool.builders.evaluation.recorded_bench import copy_bandwidth
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
+from hdtool.runtime.engines.captured.static_steps import StaticSteps
 from hdtool.runtime.engines.checks.probes import some_context
-from hdtool.runtime.engines.cuda.static_steps import StaticSteps
 from hdtool.runtime.engines.step_interface import StepPass
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.target import Target

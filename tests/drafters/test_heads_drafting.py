@@ -32,9 +32,9 @@ from hdtool.runtime.drafters.hierarchy.growth import feed, grow
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.trained.proposal import Proposal
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, StaticTree, drafter_of
-from hdtool.runtime.engines.capture_interface import CaptureMaker, Run, never
-from hdtool.runtime.engines.cuda import cuda_graphs
-from hdtool.runtime.engines.cuda.ranking_passes import RankingPasses
+from hdtool.runtime.engines import capture
+from hdtool.runtime.engines.capture import CaptureMaker, Run, never
+from hdtool.runtime.engines.captured.ranking_passes import RankingPasses
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, answer_of, assert_answers_of_batch, output_tokens, run
@@ -282,7 +282,7 @@ def test_after_a_token_the_next_head_drafts_after_the_root() -> None:
 
 def test_passes_that_lacked_memory_are_captured_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """After some passes, as steps of the target are."""
-    monkeypatch.setattr(cuda_graphs, "RETRY_AFTER", 3)
+    monkeypatch.setattr(capture, "RETRY_AFTER", 3)
     attempts = list[int]()
     runs = list[int]()
 

@@ -24,7 +24,7 @@ from hdtool.runtime.drafters.heads.state import HeadsState, HydraModule, Trained
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, methods_with_drafters, trained_drafter
-from hdtool.runtime.engines.capture_interface import CaptureMaker, never
+from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of, assert_answers_of_batch, run

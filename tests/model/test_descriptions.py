@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.nn import Identity, Module, Parameter
 
+from hdtool.runtime.engines.captured.fused_pass import fuse
 from hdtool.runtime.engines.cpu import compile_and_check
 from hdtool.runtime.engines.cpu.compiled_support import COMPILED
-from hdtool.runtime.engines.cuda import fused_pass
-from hdtool.runtime.engines.cuda.fused_pass import fuse
+from hdtool.runtime.engines.reference import program_support
 from hdtool.runtime.program.hybrid_families import DESCRIBED
 from hdtool.runtime.program.mixer_parts import ExpertKind
 from hdtool.runtime.program.model_families import GEMMA_NORM, Family, NormKind
@@ -145,7 +145,7 @@ def describe_wrongly(fault: str, monkeypatch: pytest.MonkeyPatch) -> str:
     relaxed = replace(known, settings=settings, attributes=attributes)
     wrong = {**DESCRIBED, family: reduce(with_change, changes.items(), relaxed)}
     monkeypatch.setattr(compile_and_check, "COMPILED", replace(COMPILED, families=wrong))
-    monkeypatch.setattr(fused_pass, "DESCRIBED", wrong)
+    monkeypatch.setattr(program_support, "DESCRIBED", wrong)
     return name
 
 

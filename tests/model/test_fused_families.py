@@ -16,8 +16,8 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, GraniteCo
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.engines.cuda import fused_pass
-from hdtool.runtime.engines.cuda.fused_pass import fuse
+from hdtool.runtime.engines.captured import fused_pass
+from hdtool.runtime.engines.captured.fused_pass import fuse
 from hdtool.runtime.engines.reference.operations import Norm, Residual
 from hdtool.runtime.model.pass_inputs import StepInput
 from hdtool.runtime.program.hybrid_families import DESCRIBED

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache
 from hdtool.runtime.caches.kv_cache import StaticKVCache
 from hdtool.runtime.core.tolerances import LOW_PRECISION_TOLERANCE, STRICT_TOLERANCE, distances
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.engines.capture_interface import never
+from hdtool.runtime.engines.capture import never
 from hdtool.runtime.engines.checks import recurrences
 from hdtool.runtime.engines.checks.recurrences import between
 from hdtool.runtime.engines.reference.mixers import mix

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.engines.cuda import captured_passes
+from hdtool.runtime.engines.captured import captured_passes
 from hdtool.runtime.engines.reference.operations import (
     HeadLayout,
     HeadNorms,

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from hdtool.runtime.caches import kv_cache
-from hdtool.runtime.engines.cuda import static_steps
-from hdtool.runtime.engines.cuda.static_steps import DeviceClock, StaticSteps, Steps
+from hdtool.runtime.engines.captured import static_steps
+from hdtool.runtime.engines.captured.device_clock import DeviceClock
+from hdtool.runtime.engines.captured.static_steps import StaticSteps, Steps
 from hdtool.runtime.model.pass_inputs import AttentionMasks, StepInput
 
 Undo = Callable[[], None]

@@ -33,7 +33,9 @@ from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, drafter_of, published_drafter
-from hdtool.runtime.engines.cuda import captured_passes, cuda_graphs
+from hdtool.runtime.engines import capture
+from hdtool.runtime.engines.captured import captured_passes
+from hdtool.runtime.engines.cuda import cuda_graphs
 from hdtool.runtime.engines.cuda.waits import WaitError, waits_refused
 from hdtool.runtime.engines.step_interface import StepOutput, StepPass
 from hdtool.runtime.model.pass_inputs import StepTensors
@@ -317,7 +319,7 @@ def short_memory() -> dict[str, Any]:
         usual(capture)
 
     GraphCapture.__enter__ = enter  # type: ignore[method-assign]
-    cuda_graphs.RETRY_AFTER = 8
+    capture.RETRY_AFTER = 8
     found: dict[str, Any] = {}
     for name, slots, number in (("once", 2, 1), ("for a while", 3, 4), ("no longer", 3, 0)):
         failures, passes = number, captured_of(target)._passes[0]

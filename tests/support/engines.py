@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.engines.capture_interface import never
+from hdtool.runtime.engines.capture import never
 from hdtool.runtime.engines.checks import recurrences
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16

@@ -14,7 +14,7 @@ def interpreted_kernels() -> Iterator[None]:
     """Run the kernels of CUDA passes on a CPU inside this block, whatever the device."""
     pytest.importorskip("triton")
     with pytest.MonkeyPatch.context() as patch:
-        from hdtool.runtime.engines.cuda import captured_passes, fused_pass
+        from hdtool.runtime.engines.captured import captured_passes, fused_pass
         from hdtool.runtime.engines.cuda.triton_operations import TritonOperations
 
         def everywhere(device: torch.device) -> TritonOperations:

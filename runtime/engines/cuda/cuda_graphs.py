@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from functools import cache
-from typing import Generic, TypeVar
 
 import torch
 
-from hdtool.data.notes import note
-from hdtool.runtime.engines.capture_interface import Capture, Run
+from hdtool.runtime.engines.capture import Run, is_out_of_memory, note_uncaptured
 from hdtool.runtime.engines.cuda.waits import waits_refused
 
-Shape = TypeVar("Shape")
-Output = TypeVar("Output")
 WARM_UPS = 1
 """Number of warm-up runs before a capture, since compilation and lazy initialization cannot be captured."""
 
 FIRST_RECOVERING_TORCH = 2, 12
 """First torch release that can capture again after a failed capture (pytorch/pytorch#180395)."""
-RETRY_AFTER = 256
-"""Number of steps of one shape after which it is captured again, if there was not enough memory before."""
 
 
 class CudaGraphs:
@@ -93,87 +85,16 @@ class CudaGraphs:
         return graph.replay
 
 
-class CapturedRun(Generic[Output]):
-    """A captured function. If memory was too short to capture it, that is due again after ``RETRY_AFTER`` uses."""
-
-    run: Run | None = None
-    """Replays the function, or runs it if memory was too short to capture it; None if it is too short to run it."""
-    output: Output | None = None
-    """What the function returned when it was last called, such as tensors that replays overwrite."""
-
-    def __init__(self, capture: Capture, compute: Callable[[], Output]) -> None:
-        def run() -> None:
-            self.output = compute()
-
-        try:
-            self.run = capture.record(run)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            note_uncaptured()
-        self._uses_left = RETRY_AFTER if self.run in (run, None) else None
-        """Number of uses before another attempt to capture the function; None if it is captured."""
-
-    def is_due(self) -> bool:
-        """Count a use; return True if the function should be captured now."""
-        if self._uses_left is not None:
-            self._uses_left -= 1
-        return self._uses_left == 0
-
-
-class CapturedRuns(dict[Shape, CapturedRun[Output]]):
-    """Functions captured once for each shape of the buffers that they read and write, and then replayed."""
-
-    def __init__(self, capture: Capture) -> None:
-        super().__init__()
-        self._capture = capture
-
-    def of(
-        self, shape: Shape, compute: Callable[[], Output], before: Callable[[], None] = lambda: None
-    ) -> CapturedRun[Output]:
-        """Return the captured function of a shape; if there is none, capture ``compute`` after calling ``before``."""
-        captured = self.get(shape)
-        if captured is None or captured.is_due():
-            before()
-            captured = self[shape] = CapturedRun(self._capture, compute)
-        return captured
-
-
 def can_capture_after_failure() -> bool:
     """Return True if torch can capture again after a failed capture."""
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= FIRST_RECOVERING_TORCH
 
 
-OUT_OF_MEMORY = "out of memory", "alloc_failed"
-"""Parts of messages by CUDA and its libraries, in lower case."""
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if an error, or one that it followed, says that the device's memory is short.
-
-    A capture that runs out of memory may end with a second error, about the end of the capture.
-    """
-    while error:
-        if isinstance(error, torch.OutOfMemoryError) or any(part in str(error).lower() for part in OUT_OF_MEMORY):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
 def release_memory() -> None:
     """Give unused memory of Python objects and of torch back to the device."""
     gc.collect()
     torch.cuda.empty_cache()
-
-
-@cache
-def note_uncaptured() -> None:
-    """Print a note, once."""
-    note(
-        "there is not enough GPU memory to capture a step as a CUDA graph: it runs without one, which is slower, "
-        f"and capturing is tried again every {RETRY_AFTER} steps"
-    )
 
 
 def clear_cublas_workspaces() -> None:

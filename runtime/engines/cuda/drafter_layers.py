@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hdtool.runtime.engines.cuda.merged_weights import merging
+from hdtool.runtime.engines.reference.merged_weights import merging
 from hdtool.runtime.engines.reference.operations import Operations
 from hdtool.runtime.engines.reference.program_pass import ProgramLayers
 

@@ -17,11 +17,11 @@ from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.engine_interface import PassOptions
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.engines.backend import Backend, BackendEngine, RunningPass
+from hdtool.runtime.engines.capture import is_out_of_memory, note_uncaptured
+from hdtool.runtime.engines.captured.fused_pass import fuse, triton_operations
+from hdtool.runtime.engines.captured.library_attention import TreeAttention
+from hdtool.runtime.engines.captured.static_steps import StaticSteps
 from hdtool.runtime.engines.checks.probes import two_steps
-from hdtool.runtime.engines.cuda.cuda_graphs import is_out_of_memory, note_uncaptured
-from hdtool.runtime.engines.cuda.fused_pass import fuse, triton_operations
-from hdtool.runtime.engines.cuda.library_attention import TreeAttention
-from hdtool.runtime.engines.cuda.static_steps import StaticSteps
 from hdtool.runtime.engines.reference.program_pass import ProgramPass
 from hdtool.runtime.engines.step_interface import StepOutput, StepPass
 from hdtool.runtime.model.pass_inputs import AttentionMask
@@ -29,7 +29,7 @@ from hdtool.runtime.model.placement import not_on_one_device_reason
 from hdtool.runtime.model.refusals import context_limit, deviation
 
 if TYPE_CHECKING:
-    from hdtool.runtime.engines.capture_interface import Capture
+    from hdtool.runtime.engines.capture import Capture
     from hdtool.runtime.engines.reference.recurrences import StackedStates
     from hdtool.runtime.engines.stock.model_facts import ModelFacts
     from hdtool.runtime.engines.stock.recurrent_layers import RecurrentLayers

@@ -9,7 +9,6 @@ with recurrent states are not, as another graph may overwrite the states, which 
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,41 +24,12 @@ from hdtool.runtime.caches.states import StatesOfTree
 from hdtool.runtime.core.engine_interface import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.engines.backend import RunningPass
-from hdtool.runtime.engines.capture_interface import Capture, Run
-from hdtool.runtime.engines.cuda.cuda_graphs import CapturedRun, CapturedRuns, is_out_of_memory
+from hdtool.runtime.engines.capture import Capture, CapturedRun, CapturedRuns, Run, is_out_of_memory
+from hdtool.runtime.engines.captured.device_clock import DeviceClock
 from hdtool.runtime.engines.step_interface import StepOutput, StepPass
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import MAX_RANKED
 from hdtool.runtime.model.pass_inputs import StepInput, TransferBuffer
-
-
-class DeviceClock:
-    """Measures the duration of work on a device: with events on CUDA, with the host's clock elsewhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
-        self._device = device
-        self._times = [0.0, 0.0]
-
-    def start(self) -> None:
-        self._mark(0)
-
-    def stop(self) -> None:
-        self._mark(1)
-
-    def _mark(self, which: int) -> None:
-        if self._events:
-            self._events[which].record(torch.cuda.current_stream(self._device))
-        else:
-            self._times[which] = time.perf_counter()
-
-    def seconds(self) -> float:
-        """Wait until the device has reached ``stop``; return the seconds from ``start`` to ``stop``."""
-        if not self._events:
-            return self._times[1] - self._times[0]
-        self._events[1].synchronize()
-        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
-
 
 STEP_SIZES = (1, 8, 16, 32, 64, LARGEST_TREE + 1)
 """Numbers of rows per slot in captured steps. Matmuls use tiles of 64 rows: one more row starts another tile."""

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import Embedding, Module, Parameter
+from torch.nn import Module
 
-from hdtool.runtime.engines.cuda.merged_weights import merging
+from hdtool.runtime.engines.reference.merged_weights import merging
 from hdtool.runtime.engines.reference.operations import Operations
 from hdtool.runtime.engines.reference.program_pass import ProgramPass
+from hdtool.runtime.engines.reference.program_support import program_support
 from hdtool.runtime.model.hidden_states import only_watches
 from hdtool.runtime.model.weight_changes import hooks_of
 from hdtool.runtime.program.embedding_and_head import norms_and_activations_match, windows_of_layers
-from hdtool.runtime.program.hybrid_families import DESCRIBED
 from hdtool.runtime.program.model_families import LLAMA
-from hdtool.runtime.program.model_parts import Kind, ModelParts, fits_cache, model_parts
+from hdtool.runtime.program.model_parts import ModelParts, fits_cache, model_parts
 
 if TYPE_CHECKING:
     from hdtool.runtime.engines.cuda.triton_operations import TritonOperations
@@ -34,7 +33,10 @@ def fuse(stock: StockModel, facts: ModelFacts) -> ProgramPass | None:
     """
     if stock.dtype not in DTYPES:
         return None
-    parts, windows = model_parts(stock.model, kind_of(stock)), windows_of_layers(stock.config, stock.windows)
+    parts, windows = (
+        model_parts(stock.model, program_support(stock.dtype, stock.device)),
+        windows_of_layers(stock.config, stock.windows),
+    )
     if parts is None or windows is None or len(windows) != len(parts.layers) or _has_hooks(stock.model, parts):
         return None
     if parts.family is not LLAMA and not norms_and_activations_match(parts, stock.device):
@@ -48,17 +50,6 @@ def _widens(parts: ModelParts[Module], dtype: torch.dtype) -> bool:
     """Return True if hidden states have another dtype than the weights."""
     name = parts.family.layer.widens
     return bool(name) and dtype != torch.float32 and any(getattr(layer.layer, name) for layer in parts.layers)
-
-
-def kind_of(stock: StockModel) -> Kind[Module]:
-    """Return the modules and families that the pass of a model supports."""
-    return Kind(
-        _has_shape,
-        partial(_is_plain, stock),
-        partial(_is_embedding, stock),
-        families=DESCRIBED,
-        is_mixer_weight=partial(_is_mixer_weight, stock),
-    )
 
 
 def operations_of(stock: StockModel) -> Operations:
@@ -94,25 +85,3 @@ def _called_by_pass(parts: ModelParts[Module]) -> Iterator[Module]:
         called = layer.experts, layer.value_norm, *mixer, activation, inputs.activation_module if inputs else None
         yield from filter(None, called)
         yield from (mixture.router, mixture.experts, *mixture.norms) if mixture else ()
-
-
-def _has_shape(module: Any) -> bool:
-    return all(isinstance(getattr(module, name, None), int) for name in ("in_features", "out_features"))
-
-
-def _is_plain(stock: StockModel, weight: Any) -> bool:
-    return type(weight) is Parameter and weight.dtype == stock.dtype and _is_dense(stock, weight)
-
-
-def _is_mixer_weight(stock: StockModel, weight: Any) -> bool:
-    """Return True for parameters and buffers, which may be float32 in a model of any dtype."""
-    has_known_type = type(weight) in (Parameter, torch.Tensor) and weight.dtype in (stock.dtype, torch.float32)
-    return has_known_type and _is_dense(stock, weight)
-
-
-def _is_dense(stock: StockModel, weight: torch.Tensor) -> bool:
-    return weight.is_contiguous() and weight.device == stock.device
-
-
-def _is_embedding(stock: StockModel, module: Module) -> bool:
-    return isinstance(module, Embedding) and module.max_norm is None and _is_plain(stock, module.weight)

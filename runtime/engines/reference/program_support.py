@@ -1,0 +1,34 @@
+"""Which weights and modules the pass of a described model supports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import Embedding, Module, Parameter
+
+from hdtool.runtime.program.hybrid_families import DESCRIBED
+from hdtool.runtime.program.model_parts import Kind
+
+
+def program_support(dtype: torch.dtype, device: torch.device) -> Kind[Module]:
+    """Return the modules and families that the pass of a model with weights of ``dtype`` on ``device`` supports."""
+
+    def is_dense(weight: torch.Tensor) -> bool:
+        return weight.is_contiguous() and weight.device == device
+
+    def is_plain(weight: Any) -> bool:
+        return type(weight) is Parameter and weight.dtype == dtype and is_dense(weight)
+
+    def is_mixer_weight(weight: Any) -> bool:
+        """Return True for parameters and buffers, which may be float32 in a model of any dtype."""
+        return type(weight) in (Parameter, torch.Tensor) and weight.dtype in (dtype, torch.float32) and is_dense(weight)
+
+    def is_embedding(module: Module) -> bool:
+        return isinstance(module, Embedding) and module.max_norm is None and is_plain(module.weight)
+
+    return Kind(_has_shape, is_plain, is_embedding, families=DESCRIBED, is_mixer_weight=is_mixer_weight)
+
+
+def _has_shape(module: Any) -> bool:
+    return all(isinstance(getattr(module, name, None), int) for name in ("in_features", "out_features"))
