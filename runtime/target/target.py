@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.engines.captured.captured_passes import CapturedPasses
     from hdtool.runtime.engines.captured.ranking_passes import RankingPasses
     from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
-    from hdtool.runtime.engines.cuda.drafter_layers import DrafterLayers
+    from hdtool.runtime.engines.reference.drafter_layers import DrafterLayers
     from hdtool.runtime.model.pass_inputs import AttentionWindow
     from hdtool.runtime.program.model_parts import Kind, ModelParts
 
@@ -210,7 +210,7 @@ class Target(BackendEngine):
 
     def drafter_layers(self, parts: ModelParts[Module], windows: list[AttentionWindow]) -> DrafterLayers:
         """Return decoder layers of a trained drafter, computed as a described model's are."""
-        from hdtool.runtime.engines.cuda.drafter_layers import DrafterLayers
+        from hdtool.runtime.engines.reference.drafter_layers import DrafterLayers
 
         return DrafterLayers(parts, windows)
 
