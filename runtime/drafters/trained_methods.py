@@ -48,8 +48,9 @@ from hdtool.runtime.drafters.trained.dflash import dflash_drafter
 from hdtool.runtime.drafters.trained.dflash_checkpoints import load_dflash
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter, mtp_layers_of
+from hdtool.runtime.drafters.trained.path_drafting import path_drafter
 from hdtool.runtime.drafters.trained.proposal import best_paths
-from hdtool.runtime.drafters.trained.sequential import SequentialDrafter, TrainedProposer
+from hdtool.runtime.drafters.trained.sequential import TrainedProposer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -147,7 +148,7 @@ def published_drafter(
             return AssistantDrafter(assistant, columns=target.watch_hidden(), source=SourceId.DRAFTER, gate=gate)
         eagle, layers = loaded_once(target, name, lambda: load_eagle3(published, target))
         columns = target.watch_hidden(layers)
-        return SequentialDrafter(EagleModule(eagle, target), columns=columns, source=SourceId.DRAFTER, gate=gate)
+        return path_drafter(EagleModule(eagle, target), target, columns, gate, source=SourceId.DRAFTER)
 
 
 def drafter_of(saved: SavedHeads, target: Target, gate: TrainedDrafterGate | None = None) -> TrainedProposer:

@@ -18,7 +18,7 @@ from hdtool.data.errors import HeadsError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.drafters.trained import dspark, sequential
+from hdtool.runtime.drafters.trained import path_drafting, sequential
 from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
 from hdtool.runtime.drafters.trained.dflash import DFlashPasses
 from hdtool.runtime.drafters.trained.dflash_checkpoints import DFlashModel, load_dflash
@@ -252,7 +252,7 @@ def assert_nodes(slow: Slow, block: Any, anchor: int, proposal: Proposal, paths:
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 def test_a_single_path_is_drafted_as_the_authors_do(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From left to right, the best token after the one before."""
-    monkeypatch.setattr(dspark, "ROWS_PER_PASS", 1)
+    monkeypatch.setattr(path_drafting, "ROWS_PER_PASS", 1)
     model = six_layers()
     target, slow = Target(model), Slow(block_drafter(tmp_path, model, markov=kind), model)
     for hidden, anchor, ranked in read_by(DFlashPasses(loaded(tmp_path, target), target)):

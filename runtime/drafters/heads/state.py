@@ -12,12 +12,12 @@ from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.modules import Heads, HydraHeads, MtpHeads, ParallelHeads
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, Module, ModulePasses
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
+from hdtool.runtime.drafters.trained.path_drafting import PathModule, path_drafter, rank_best_paths, rankings_for
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration
 from hdtool.runtime.drafters.trained.sequential import (
     ROWS_PER_PASS,
     BlockDrafter,
-    SequentialDrafter,
-    SequentialModule,
+    TrainedProposer,
 )
 from hdtool.runtime.kernels.linear_layers import compile_linear_layers
 from hdtool.runtime.model.pass_inputs import FULL, CacheRows
@@ -59,18 +59,18 @@ class HeadsState(BlockDrafter):
         super().__init__(self.reading, calibration, columns, gate=gate)
 
 
-def sequential_drafter(saved: SavedHeads, target: Target, gate: TrainedDrafterGate | None = None) -> SequentialDrafter:
+def sequential_drafter(saved: SavedHeads, target: Target, gate: TrainedDrafterGate | None = None) -> TrainedProposer:
     """Return a drafter for heads that draft token by token."""
     columns = target.watch_hidden()
     if target.device.type == "cpu":
         compile_linear_layers(saved.heads)
-    module: SequentialModule
+    module: PathModule
     if isinstance(saved.heads, HydraHeads):
         module = HydraModule(saved.heads, target)
     else:
         assert isinstance(saved.heads, MtpHeads)
         module = TrainedMtp(saved.heads, target)
-    return SequentialDrafter(module, columns=columns, gate=gate, odds=saved.evaluation.odds or None)
+    return path_drafter(module, target, columns, gate, odds=saved.evaluation.odds or None)
 
 
 class HydraModule(ModulePasses):
@@ -87,7 +87,16 @@ class HydraModule(ModulePasses):
         rows = 1 + ROWS_PER_PASS * self.passes
         self._paths = heads.like.new_zeros((rows, heads.config.heads, heads.shape.embedding))
         """Normed embeddings of the tokens on each path, ``[rows, heads, width]``."""
-        super().__init__(module_of(heads, target), self._start_path, heads.shapes(), self._before, target)
+        super().__init__(
+            module_of(heads, target),
+            self._start_path,
+            heads.shapes(),
+            self._before,
+            target,
+            rankings=rankings_for(self.passes),
+            best=TOKENS_PER_RANKING + 1,
+        )
+        self.draft_within_reading(0)
 
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
         self._depths = [0]
@@ -108,7 +117,16 @@ class HydraModule(ModulePasses):
         """Store an accepted token as row 0, where all paths begin, and rank the next tokens."""
         self._before.copy_(stages[-1])
         self._paths[:1, 0].copy_(self._embed_normed(token))
-        return self._best(0, self._paths[:1])
+        paths = self._paths[:1]
+
+        def extend(depth: int, tokens: torch.Tensor, parents: torch.Tensor) -> TopTokens:
+            nonlocal paths
+            paths = paths.index_select(0, parents)
+            paths[:, depth] = self._embed_normed(tokens)
+            return self._best(depth, paths)
+
+        first = self._best(0, paths)
+        return rank_best_paths(first, self.depth, extend) if self.depth else first
 
     def _extend_paths(self, depth: int, given: torch.Tensor) -> TopTokens:
         parents, tokens, rows = given.view(3, -1)

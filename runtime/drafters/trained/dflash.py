@@ -13,8 +13,9 @@ from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.engine_interface import TopTokens
 from hdtool.runtime.drafters.trained.draft_passes import ReadingPasses
-from hdtool.runtime.drafters.trained.dspark import MAX_POSITIONS, rankings_for
+from hdtool.runtime.drafters.trained.dspark import MAX_POSITIONS
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
+from hdtool.runtime.drafters.trained.path_drafting import rankings_for
 from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, TOKENS_PER_RANKING, Calibration, Proposal
 from hdtool.runtime.drafters.trained.sequential import BlockDrafter
 from hdtool.runtime.model.pass_inputs import CacheRows
@@ -43,7 +44,7 @@ class DFlashPasses(ReadingPasses):
             torch.empty((0, model.read_width), dtype=target.dtype, device=target.device),
             target,
             windows=model.windows,
-            rankings=rankings_for(positions) if model.heads else positions,
+            rankings=rankings_for(positions - 1) if model.heads else positions,
             best=TOKENS_PER_RANKING + (model.heads is not None),
             drafted=self._block,
         )

@@ -14,6 +14,7 @@ import torch
 from hdtool.runtime.caches.kv_cache import LayerShape, extent_for
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.engine_interface import Ranked, TopTokens
+from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, rank_best_paths, rankings_for
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
 from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, ROWS_PER_PASS
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, CacheRows
@@ -95,7 +96,7 @@ class ReadingPasses:
             hidden = self._new_hidden[:size]
         extent, words = self._reserved(size), self._words(tokens, size)
         rank_last = partial(self._rank_last, hidden, extent)
-        results = self._passes.start(("read", size, extent), words, self.rankings, rank_last)
+        results = self._passes.start((f"read {self.rankings}", size, extent), words, self.rankings, rank_last)
         self._accept(new)
         return results
 
@@ -136,6 +137,11 @@ class ReadingPasses:
 class ModulePasses(ReadingPasses):
     """Passes of a module over accepted tokens."""
 
+    passes = 0
+    """Maximum number of passes of a draft after the first."""
+    depth = 0
+    """Number of these passes that are made in the run that reads accepted tokens."""
+
     def __init__(
         self,
         module: Module,
@@ -147,6 +153,9 @@ class ModulePasses(ReadingPasses):
     ) -> None:
         self._module, self._rank_after = module, rank_after
         super().__init__(shapes, hidden, target, **options)
+
+    def draft_within_reading(self, depth: int) -> None:
+        self.depth, self.rankings = depth, rankings_for(depth)
 
     def _ranked(self, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, rows: CacheRows) -> TopTokens:
         outputs = self._module(tokens, hidden, rows.places, rows)
@@ -188,8 +197,30 @@ class DraftPasses(ModulePasses):
             hidden,
             target,
             windows=windows,
+            rankings=rankings_for(DEPTHS[-1]),
+            best=TOKENS_PER_RANKING + 1,
             drafted=MAX_DRAFTED,
         )
+        self.draft_within_reading(0)
+
+    def _extent(self, rows: int, end: int) -> int:
+        return super()._extent(rows, end + ROWS_PER_PASS * self.depth)
+
+    def _ranked(self, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, rows: CacheRows) -> TopTokens:
+        first = super()._ranked(tokens, hidden, last, rows)
+        root, ancestors = rows.places.index_select(0, last), torch.zeros_like(last)
+
+        def extend(depth: int, tokens: torch.Tensor, parents: torch.Tensor) -> TopTokens:
+            nonlocal ancestors
+            new = len(tokens)
+            drafted = torch.arange(ROWS_PER_PASS * (depth - 1), ROWS_PER_PASS * (depth - 1) + new, device=root.device)
+            ancestors = ancestors[parents] | 1 << drafted
+            if depth > 1:
+                parents = parents + 1 + ROWS_PER_PASS * (depth - 2)
+            positions, places = (root + depth).expand(new), root + 1 + drafted
+            return self._rank_rows(rows.extent, root, tokens, positions, ancestors, parents, 1 + drafted, places)
+
+        return rank_best_paths(first, self.depth, extend) if self.depth else first
 
     def _rank_first(self, outputs: list[torch.Tensor], token: torch.Tensor) -> TopTokens:
         """Store the state of the last accepted token as row 0, and rank the next tokens."""
@@ -226,7 +257,20 @@ class DraftPasses(ModulePasses):
         return self._passes.run(("extend", size, extent), words, new, partial(self._extended, extent))
 
     def _extended(self, extent: int, words: torch.Tensor) -> TopTokens:
-        root, (tokens, positions, ancestors, parents, written, places) = words[:1], words[1:].view(6, -1)
+        return self._rank_rows(extent, words[:1], *words[1:].view(6, -1))
+
+    def _rank_rows(
+        self,
+        extent: int,
+        root: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        ancestors: torch.Tensor,
+        parents: torch.Tensor,
+        written: torch.Tensor,
+        places: torch.Tensor,
+    ) -> TopTokens:
+        """Rank the tokens after drafted ones, whose states become the rows ``written``; all as ``_extended`` reads."""
         mask = self._masks.on_device_for_rows(ancestors, positions, root, extent)
         before = self._states.index_select(0, parents)
         states = self._module(tokens, before, positions, CacheRows(self._cache.storage, places, extent, mask))[-1]

@@ -12,6 +12,7 @@ from torch import nn
 
 from hdtool.runtime.core.engine_interface import TopTokens
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
+from hdtool.runtime.drafters.trained.path_drafting import rank_best_paths
 from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, TOKENS_PER_RANKING
 from hdtool.runtime.drafters.trained.sequential import ROWS_PER_PASS
 
@@ -20,11 +21,6 @@ VANILLA, GATED, RNN = MARKOV_KINDS = "vanilla", "gated", "rnn"
 the path."""
 MAX_POSITIONS = 1 + (MAX_RANKINGS - 1) // ROWS_PER_PASS
 """Maximum number of positions of a block for which tokens are ranked."""
-
-
-def rankings_for(positions: int) -> int:
-    """Return the number of rankings in a tree of this depth: one after the root, several at each further position."""
-    return 1 + ROWS_PER_PASS * (positions - 1)
 
 
 class MarkovHead(nn.Module):
@@ -74,31 +70,26 @@ class DSparkHeads(nn.Module):
         """Rank the tokens after the root ``[1]`` and after the most probable paths below it, on the device.
 
         ``hidden`` are the states of the block, and ``logits`` those of its last positions, for which tokens are
-        ranked. Each position extends the best paths of the position before, at most ``ROWS_PER_PASS``. Rows are as
-        ``Proposal.in_tree`` reads them.
+        ranked; see ``rank_best_paths``.
         """
-        skipped, tokens = len(hidden) - len(logits), root
-        memory, paths = hidden.new_zeros((1, self.markov_head.markov_w1.embedding_dim)), logits.new_ones((1, 1)).float()
-        places, rankings, first = [torch.zeros_like(root)], list[TopTokens](), 0
-        for position, states in enumerate(hidden):
-            embedded, states = self.markov_head.markov_w1(tokens), states.expand(len(tokens), -1)
-            factor, memory = self.markov_head.read(embedded, states, memory)
-            if position < skipped:
-                continue
-            biased = logits[position - skipped] + self.markov_head.markov_w2(factor)
-            best, probs = topk_tokens(biased, TOKENS_PER_RANKING, token_ids)
-            probs = probs * self._confidence(states, embedded)
-            rankings.append((best, probs))
-            if len(rankings) == len(logits):
-                break
-            chances = (paths * probs).flatten()
-            paths, chosen = chances.topk(min(ROWS_PER_PASS, len(chances)))
-            places.append(first + chosen)
-            first += len(chances)
-            paths, tokens, memory = paths[:, None], best.flatten()[chosen], memory[chosen // best.shape[1]]
-        best, probs = map(torch.cat, zip(*rankings, strict=True))
-        followed = torch.cat(places)[:, None]
-        return torch.cat([best, followed], dim=-1), torch.cat([probs, torch.zeros_like(probs[:, :1])], dim=-1)
+        memory = hidden.new_zeros((1, self.markov_head.markov_w1.embedding_dim))
+        skipped = len(hidden) - len(logits)
+
+        def read(position: int, tokens: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            nonlocal memory
+            embedded, states = self.markov_head.markov_w1(tokens), hidden[position].expand(len(tokens), -1)
+            factor, memory = self.markov_head.read(embedded, states, memory[parents])
+            return embedded, states, factor
+
+        def extend(depth: int, tokens: torch.Tensor, parents: torch.Tensor) -> TopTokens:
+            embedded, states, factor = read(skipped + depth, tokens, parents)
+            best, probs = topk_tokens(logits[depth] + self.markov_head.markov_w2(factor), TOKENS_PER_RANKING, token_ids)
+            return best, probs * self._confidence(states, embedded)
+
+        origin = torch.zeros_like(root)
+        for position in range(skipped):
+            read(position, root, origin)
+        return rank_best_paths(extend(0, root, origin), len(logits) - 1, extend)
 
     def _confidence(self, states: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor | float:
         """Return, for each path, the predicted share of the position's drafts that are accepted."""

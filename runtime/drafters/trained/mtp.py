@@ -24,8 +24,9 @@ from hdtool.runtime.core.tolerances import distances, tolerance_of
 from hdtool.runtime.drafters.trained.checkpoints import loaded_once
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, ReadingPasses
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
+from hdtool.runtime.drafters.trained.path_drafting import path_drafter
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration, Proposal
-from hdtool.runtime.drafters.trained.sequential import BlockDrafter, SequentialDrafter, TrainedProposer
+from hdtool.runtime.drafters.trained.sequential import BlockDrafter, TrainedProposer
 from hdtool.runtime.kernels.linear_layers import compile_linear_layers
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, CacheRows
 from hdtool.runtime.model.transformers_internals import attention_of, use_masked_attention
@@ -268,7 +269,7 @@ def mtp_drafter(target: Target, gate: TrainedDrafterGate | None = None) -> Train
     if layers.number > 1:
         module, calibration = MtpLayersInTurn(layers, target), Calibration(None, layers.number)
         return BlockDrafter(module, calibration, columns, gate=gate, arrange=Proposal.in_turn)
-    return SequentialDrafter(IteratedMtp(layers, target), columns=columns, gate=gate)
+    return path_drafter(IteratedMtp(layers, target), target, columns, gate)
 
 
 def _loaded(target: Target) -> LibraryMtp:

@@ -1,0 +1,158 @@
+"""Drafts whose passes are made in one run rank the tokens that passes one after another rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config.model import SamplingConfig
+from hdtool.runtime.core.engine_interface import Ranked
+from hdtool.runtime.drafters.heads.modules import HydraHeads, MtpHeads
+from hdtool.runtime.drafters.heads.state import HydraModule, TrainedMtp, sequential_drafter
+from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
+from hdtool.runtime.drafters.trained.draft_passes import ReadingPasses
+from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
+from hdtool.runtime.drafters.trained.mtp import IteratedMtp, load_mtp, mtp_drafter
+from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, PathModule, PathsInOneRun, rankings_for
+from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Proposal
+from hdtool.runtime.drafters.trained.sequential import ROWS_PER_PASS, BlockDrafter, SequentialDrafter, TrainedProposer
+from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, published_drafter
+from hdtool.runtime.engines.capture import CaptureMaker, never
+from hdtool.runtime.target.target import Target
+from tests.support.decoding import answer_of, assert_answers_of_batch
+from tests.support.families import model_of
+from tests.support.heads import SEQUENTIAL, random_for
+from tests.support.mtp import with_mtp
+from tests.support.oracle import prompt_of
+from tests.support.published_drafters import eagle3, six_layers
+from tests.support.rehearsed import Rehearsed, Replayed, direct
+
+READ = 500, 1, 3, 16, 2
+"""Numbers of accepted tokens that runs read, past the end of the first memory."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A module of a target, and what makes drafters of it."""
+
+    target: Target
+    module: PathModule
+    drafter: Callable[[], TrainedProposer]
+
+
+def eagle(folder: Path, capture: CaptureMaker) -> Made:
+    target = Target(six_layers("Llama"), capture)
+    name = str(eagle3(folder, target.model))
+    loaded, _ = load_eagle3(PublishedDrafter.named(name), target)
+    return Made(target, EagleModule(loaded, target), lambda: published_drafter(name, target))
+
+
+def mtp(folder: Path, capture: CaptureMaker) -> Made:
+    target = Target(with_mtp("glm4_moe", folder), capture)
+    target.watch_hidden()
+    return Made(target, IteratedMtp(load_mtp(target.model), target), lambda: mtp_drafter(target))
+
+
+def heads(name: str, folder: Path, capture: CaptureMaker) -> Made:
+    target = Target(model_of("llama"), capture)
+    target.watch_hidden()
+    saved = random_for(target, SEQUENTIAL[name], size=0.1)
+    assert isinstance(saved.heads, HydraHeads | MtpHeads)
+    module = (
+        HydraModule(saved.heads, target) if isinstance(saved.heads, HydraHeads) else TrainedMtp(saved.heads, target)
+    )
+    return Made(target, module, lambda: sequential_drafter(saved, target))
+
+
+Make = Callable[[Path, CaptureMaker], Made]
+KINDS: dict[str, Make] = {"eagle3": eagle, "mtp": mtp} | {name: partial(heads, name) for name in SEQUENTIAL}
+CAPTURES: dict[str, CaptureMaker] = {
+    "eager": never,
+    "rehearsed": lambda device: Rehearsed(),
+    "replayed": lambda device: Replayed(),
+    "fixed": direct,
+}
+
+
+@pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(2)
+def test_one_run_ranks_what_passes_in_turn_do(kind: str, capture: CaptureMaker, tmp_path: Path) -> None:
+    in_turn, in_one = KINDS[kind](tmp_path / "a", never).module, KINDS[kind](tmp_path / "b", capture).module
+    assert isinstance(in_one, ReadingPasses)
+    width = in_one._new_hidden.shape[-1]
+    torch.manual_seed(0)
+    for module in (in_turn, in_one):
+        module.begin([1])
+    for number, new in enumerate(READ):
+        depth = min(DEPTHS[number % len(DEPTHS)], in_one.passes)
+        hidden, tokens = torch.randn(new, width), torch.randint(97, (new,)).tolist()
+        in_one.draft_within_reading(depth)
+        ranked = in_one.start(hidden, tokens)()
+        assert len(ranked[0]) == rankings_for(depth)
+        assert_as_in_turn(in_turn, in_turn.read(hidden, tokens), Proposal.in_tree(*ranked))
+
+
+def assert_as_in_turn(module: PathModule, first: Ranked, proposal: Proposal) -> None:
+    """Assert that a module ranks the same after each path of a proposal, whose paths are the best ones."""
+    assert_equal(proposal, slice(0, 1), first)
+    best, path_probs = proposal.tokens.shape[1], np.ones(len(proposal.tokens))
+    for depth in range(1, proposal.depths.max() + 1):
+        before, rows = (np.flatnonzero(proposal.depths == each) for each in (depth - 1, depth))
+        places = [np.argwhere(proposal.after == row)[0] for row in rows]
+        parents, ranks = np.array(places).T
+        chances = path_probs[before, None] * proposal.probs[before]
+        path_probs[rows] = path_probs[parents] * proposal.probs[parents, ranks]
+        assert len(rows) == min(ROWS_PER_PASS, chances.size) and best <= TOKENS_PER_RANKING
+        np.testing.assert_allclose(path_probs[rows], np.sort(chances.ravel())[::-1][: len(rows)], rtol=1e-5)
+        ranked = module.extend(parents.tolist(), proposal.tokens[parents, ranks].tolist())
+        assert_equal(proposal, slice(rows[0], rows[-1] + 1), ranked)
+
+
+def assert_equal(proposal: Proposal, rows: slice, expected: Ranked) -> None:
+    np.testing.assert_allclose(proposal.probs[rows], expected[1], rtol=2e-3, atol=1e-6)
+    assert (proposal.tokens[rows] == expected[0]).mean() > 0.9  # equals may stand in another order
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_one_run_where_passes_are_captured(kind: str, tmp_path: Path) -> None:
+    in_turn = KINDS[kind](tmp_path / "a", never).drafter()
+    in_one = KINDS[kind](tmp_path / "b", CAPTURES["rehearsed"]).drafter()
+    assert isinstance(in_turn, SequentialDrafter) and isinstance(in_one, BlockDrafter)
+    assert in_one.starts_before_learning
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(2)
+def test_drafts_change_no_token(kind: str, tmp_path: Path) -> None:
+    """Alone or in a batch."""
+    made = KINDS[kind](tmp_path, CAPTURES["rehearsed"])
+    target, trained = made.target, [made.drafter() for _ in range(3)]
+    drafters = [StandaloneDrafter(each, FixedBudget(12)) for each in trained]
+    for sampling in (SamplingConfig(), SamplingConfig(temperature=0.8, seed=3)):
+        for length in (250, 3):
+            prompt = prompt_of(length)
+            expected = answer_of(target, prompt, sampling, max_new_tokens=20)
+            assert answer_of(target, prompt, sampling, max_new_tokens=20, drafter=drafters[0]) == expected
+    assert_answers_of_batch(target, [prompt_of(length) for length in (4, 11, 7)], drafters, 2, 6)
+    assert all(each.seconds > 0 for each in trained)
+
+
+def test_steps_that_accept_more_draft_deeper(tmp_path: Path) -> None:
+    module = mtp(tmp_path, never).module
+    assert isinstance(module, IteratedMtp)
+    run, depths = PathsInOneRun(module), list[int]()
+    run.begin([1])
+    for tokens in (*[40], *[1] * 30, *[4] * 30, *[9] * 30):
+        run.start(torch.randn(tokens, module._new_hidden.shape[-1]), [5] * tokens)()
+        depths.append(module.depth)
+    assert depths[0] in DEPTHS  # a prompt says nothing about drafts
+    assert depths[30] == DEPTHS[0] and depths[60] == depths[90] == DEPTHS[-1]
+    assert sorted(depths[1:31], reverse=True) == depths[1:31] and sorted(depths[31:]) == depths[31:]
