@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import pytest
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.sequence import Finish
+from hdtool.runtime.generation.text_stream import REPLACEMENT, token_text
 from hdtool.runtime.integrations.server.choice_stream import ChoiceStream
 from hdtool.runtime.integrations.server.metrics import Metrics
-from hdtool.runtime.integrations.server.openai_formats import RequestError
+from hdtool.runtime.integrations.server.openai_formats import CompletionFormat, Delta, RequestError, TokenLogprobs
 from hdtool.runtime.integrations.server.openai_requests import ChatRequest, CompletionRequest
 from hdtool.runtime.integrations.server.request_preparation import Preparer
 from hdtool.runtime.integrations.server.scheduler import OverloadError, Scheduler, Tenants
@@ -43,6 +45,16 @@ def answered(loaded: Loaded, request: ChatRequest | CompletionRequest) -> tuple[
         return asyncio.run(generate()), metrics.text().decode()
     finally:
         engine.stop()
+
+
+def test_the_most_probable_of_tokens_with_one_text_is_reported(loaded: Loaded) -> None:
+    tokenizer = loaded.tokenizer
+    parts_of_characters = (token for token in range(len(tokenizer)) if token_text(tokenizer, token) == REPLACEMENT)
+    first, second = islice(parts_of_characters, 2)
+    entry = TokenLogprobs(first, -0.5, [(first, -0.5), (second, -2.0)])
+    form = CompletionFormat("demo", tokenizer, [""], with_usage=False)
+    (choice,) = form.whole([Delta(REPLACEMENT, logprobs=[entry])], {})["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{REPLACEMENT: -0.5}]
 
 
 @pytest.mark.parametrize("min_p", [0.0, 0.02, 1.0])

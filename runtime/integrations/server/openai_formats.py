@@ -219,15 +219,22 @@ class CompletionFormat(ChoicesFormat):
         for text in texts:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(text)
-        tops = [
-            {token_text(self._tokenizer, token): _finite(logprob) for token, logprob in entry.top} for entry in tokens
-        ]
         return {
             "tokens": texts,
             "token_logprobs": [_finite(entry.logprob) for entry in tokens],
-            "top_logprobs": [top or None for top in tops],
+            "top_logprobs": [self._by_text(entry.top) or None for entry in tokens],
             "text_offset": offsets,
         }
+
+    def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Return log-probabilities by text, each that of the most probable token with this text.
+
+        Several tokens may have one text, such as those that end within a character.
+        """
+        by_text: dict[str, float] = {}
+        for token, logprob in top:  # best first
+            by_text.setdefault(token_text(self._tokenizer, token), _finite(logprob))
+        return by_text
 
 
 def usage_of(prompt_tokens: int, stats: Stats, *, is_predicted: bool = True) -> JsonDict:
