@@ -18,14 +18,18 @@ from hdtool.runtime.integrations.server.scheduler import AnswerJob, EngineError,
 from hdtool.runtime.target.load import Loaded
 
 
+def scheduler_of(loaded: Loaded, decoding: DecodeConfig, max_waiting: int = 2) -> tuple[Tenants, Scheduler]:
+    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
+    return tenants, Scheduler(loaded.target, tenants, decoding, max_waiting=max_waiting, prefix_bytes=0)
+
+
 def nothing(*given: Any) -> Any:
     raise AssertionError("no job is started")
 
 
 def test_cancelled_answers_take_no_place_among_those_that_wait(loaded: Loaded) -> None:
     decoding = DecodeConfig(method="ar", batch_size=2)
-    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
-    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
+    _, engine = scheduler_of(loaded, decoding)
     first, second, third = (AnswerJob("", nothing, nothing) for _ in range(3))
     engine.submit([first, second])
     with pytest.raises(OverloadError):
@@ -37,8 +41,7 @@ def test_cancelled_answers_take_no_place_among_those_that_wait(loaded: Loaded) -
 
 def test_more_answers_than_may_ever_wait_are_refused_for_good(loaded: Loaded) -> None:
     decoding = DecodeConfig(method="ar")
-    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
-    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
+    _, engine = scheduler_of(loaded, decoding)
     with pytest.raises(PromptError, match="asks for 3 answers, and this server takes at most 2 at once"):
         engine.submit([AnswerJob("", nothing, nothing) for _ in range(3)])
 
@@ -46,14 +49,14 @@ def test_more_answers_than_may_ever_wait_are_refused_for_good(loaded: Loaded) ->
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_passes_are_timed_for_any_budget_that_depends_on_them(loaded: Loaded, batch_size: int) -> None:
     decoding = DecodeConfig(method="pld", batch_size=batch_size)
-    drafter = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""]).take("")
+    tenants, _ = scheduler_of(loaded, decoding)
+    drafter = tenants.take("")
     assert isinstance(drafter, PromptLookup) and drafter.budget.max_nodes > 0
 
 
 def test_a_job_whose_drafter_cannot_be_made_is_told(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = DecodeConfig(method="ar")
-    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
-    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
+    tenants, engine = scheduler_of(loaded, decoding)
 
     def fail(*given: Any) -> Any:
         raise MemoryError("no memory")
@@ -71,8 +74,7 @@ def test_a_job_whose_drafter_cannot_be_made_is_told(loaded: Loaded, monkeypatch:
 
 def test_a_session_that_cannot_be_ended_ends_all_answers(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = DecodeConfig(method="ar", batch_size=1)
-    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
-    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
+    _, engine = scheduler_of(loaded, decoding)
 
     def fail(*given: Any) -> Any:
         raise RuntimeError("an illegal memory access was encountered")
@@ -91,8 +93,7 @@ def test_a_session_that_cannot_be_ended_ends_all_answers(loaded: Loaded, monkeyp
 
 def test_a_conversation_gets_the_drafter_of_its_last_turn(loaded: Loaded) -> None:
     decoding = DecodeConfig(method="ar", batch_size=2)
-    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
-    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=9, prefix_bytes=0)
+    tenants, engine = scheduler_of(loaded, decoding, max_waiting=9)
     conversations = [AnswerJob("", nothing, nothing, [1, 2, last]) for last in (3, 4, 5)]
     drafters = [engine._drafters.setdefault(job, tenants.take("", job.prompt)) for job in conversations]
     for job in conversations:
@@ -104,8 +105,7 @@ def test_a_conversation_gets_the_drafter_of_its_last_turn(loaded: Loaded) -> Non
 
 def test_the_prompt_chooses_the_drafter(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = DecodeConfig(method="ar")
-    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
-    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
+    tenants, engine = scheduler_of(loaded, decoding)
     preparer = Preparer(loaded, decoding, SamplingConfig())
     (choice,) = preparer.completion(CompletionRequest.of({"prompt": [7, 8]}))
     delivered: Queue[Any] = Queue()
@@ -119,8 +119,7 @@ def test_an_answer_without_drafts_takes_no_drafter_of_the_tenant(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoding = DecodeConfig(method="ar")
-    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
-    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
+    tenants, engine = scheduler_of(loaded, decoding)
     preparer = Preparer(loaded, decoding, SamplingConfig())
     body = CompletionRequest.of({"prompt": [7, 8], "hdtool": {"drafts": False}})
     (choice,) = preparer.completion(body)
@@ -138,8 +137,7 @@ def test_a_server_that_stops_begins_no_session(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     decoding = DecodeConfig(method="ar", batch_size=1)
-    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
-    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
+    _, engine = scheduler_of(loaded, decoding)
 
     def fail(*given: Any) -> Any:
         raise MemoryError("no memory")
