@@ -236,21 +236,16 @@ def bench_cost(
 
 def _measured(shape: str | None, loading: ModelConfig, config: CostConfig) -> CostCurve:
     """Time forward passes and save the cost curve for later runs of the model."""
+    from hdtool.builders.evaluation.measured_passes import measured_passes
     from hdtool.builders.evaluation.random_models import load_shape
-    from hdtool.builders.evaluation.timing import Stopwatch, Timings, doubt
-    from hdtool.runtime.budget.measure_passes import check_saving, context_lengths_for, measure_cost_curve, save_at_home
     from hdtool.runtime.target.load import load
     from hdtool.runtime.target.threads import choose_threads
 
     loaded = load_shape(shape, loading) if shape else load(loading)
     choose_threads(loaded.target, loading.threads)
-    lengths = context_lengths_for(loaded, config)
-    check_saving(loaded.target)
-    with progress_bar(len(lengths), "contexts") as shown, Stopwatch(loaded.target.device) as watch:
-        curve = measure_cost_curve(loaded, lengths, shown.to)
-    if reason := doubt({"the passes": Timings.of([watch])}):
-        note(reason)
-    save_at_home(loaded.target, curve)
+    curve, doubt = measured_passes(loaded, config)
+    if doubt:
+        note(doubt)
     return curve
 
 

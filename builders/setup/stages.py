@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hdtool.builders.evaluation.measured_passes import measured_passes
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
-from hdtool.builders.evaluation.timing import Stopwatch, Timings, doubt
 from hdtool.builders.setup.advice import MIN_STORE_ANSWERS
 from hdtool.builders.setup.held_out_answers import answer_prompts, number_of_prompts
 from hdtool.builders.setup.held_out_choice import choose_held_out, opening_hash
@@ -41,7 +41,6 @@ from hdtool.data.stores.store_folder import read_manifest, recorded_name
 from hdtool.data.stores.stores_at_home import NO_STORE, corpus_index_at_home, model_store_at_home
 from hdtool.data.texts_and_traces import Record, RecordReader, read_traces
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.budget.measure_passes import context_lengths_for, measure_cost_curve, save_at_home
 from hdtool.runtime.config.building import SetupConfig
 from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.measuring import CostConfig
@@ -334,17 +333,11 @@ class Stages:
 
     def _measure_passes(self) -> Result:
         longest = max(len(turn.prompt) + len(turn.answer) for turns in self._held_out for turn in turns)
-        lengths = context_lengths_for(self._loaded, CostConfig(longest=max(CostConfig.shortest, longest)))
-        target = self._loaded.target
-        with (
-            progress_bar(len(lengths), "contexts") as progress,
-            Stopwatch(target.device) as watch,
-        ):
-            curve = measure_cost_curve(self._loaded, lengths, progress.to)
+        curve, doubt = measured_passes(self._loaded, CostConfig(longest=max(CostConfig.shortest, longest)))
         curve.write(self._folder.cost)
-        save_at_home(target, curve)
+        target = self._loaded.target
         return {
-            "doubt": doubt({"the passes": Timings.of([watch])}),
+            "doubt": doubt,
             "device": device_name(target.device),
             "dtype": dtype_name(target.dtype),
             "threads": torch.get_num_threads(),

@@ -1,0 +1,20 @@
+"""Measures a model's forward passes, and saves the times for later runs."""
+
+from __future__ import annotations
+
+from hdtool.builders.evaluation.timing import Stopwatch, Timings, doubt
+from hdtool.data.progress import progress_bar
+from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.budget.measure_passes import check_saving, context_lengths_for, measure_cost_curve, save_at_home
+from hdtool.runtime.config.measuring import CostConfig
+from hdtool.runtime.target.load import Loaded
+
+
+def measured_passes(loaded: Loaded, config: CostConfig) -> tuple[CostCurve, str]:
+    """Measure a model's cost curve and save it; return it, and why its times are in doubt (empty if they aren't)."""
+    target, lengths = loaded.target, context_lengths_for(loaded, config)
+    check_saving(target)
+    with progress_bar(len(lengths), "contexts") as progress, Stopwatch(target.device) as watch:
+        curve = measure_cost_curve(loaded, lengths, progress.to)
+    save_at_home(target, curve)
+    return curve, doubt({"the passes": Timings.of([watch])})
