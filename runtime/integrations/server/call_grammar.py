@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.generation.grammar import JSON_LAYOUT
 from hdtool.runtime.integrations.server.openai_formats import RequestError
-from hdtool.runtime.integrations.server.tool_calls import CALL_CLOSING, CALL_OPENING, unmarked_call
+from hdtool.runtime.integrations.server.tool_calls import CALL_CLOSING, CALL_OPENING, json_text, unmarked_call
 
 MAX_CALLS = 8
 """Maximum number of calls in one answer, because a small model may repeat a call without end."""
@@ -76,15 +75,11 @@ def _grammar(rules: list[str], tools: Sequence[dict[str, Any]]) -> Grammar:
 
     The schema of each tool is a document of its own, so that references in it lead to its own definitions.
     """
-    openings = [f'{{"name": {_json(tool["function"]["name"])}, "arguments": ' for tool in tools]
-    calls = [f'{_json(opening)} arguments_{index} "}}"' for index, opening in enumerate(openings)]
-    schemas = [f"arguments_{index}: %json {_json(arguments_schema(tool))}" for index, tool in enumerate(tools)]
+    openings = [f'{{"name": {json_text(tool["function"]["name"])}, "arguments": ' for tool in tools]
+    calls = [f'{json_text(opening)} arguments_{index} "}}"' for index, opening in enumerate(openings)]
+    schemas = [f"arguments_{index}: %json {json_text(arguments_schema(tool))}" for index, tool in enumerate(tools)]
     return Grammar.of("\n".join([*rules, f"call: {' | '.join(calls)}", *schemas]))
 
 
 def _repeated(further: str, max_calls: int | None) -> str:
     return "" if max_calls == 1 else f"({further}){{0,{(max_calls or MAX_CALLS) - 1}}}"
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

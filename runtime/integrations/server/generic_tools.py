@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from hdtool.data.chat import conversation_text, has_chat_template
 from hdtool.data.errors import PromptError, ToolsError
@@ -15,7 +14,7 @@ from hdtool.runtime.integrations.server.instructions import (
     takes_instructions,
 )
 from hdtool.runtime.integrations.server.openai_formats import JsonDict
-from hdtool.runtime.integrations.server.tool_calls import CALL_CLOSING, CALL_OPENING
+from hdtool.runtime.integrations.server.tool_calls import CALL_CLOSING, CALL_OPENING, json_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,13 +84,11 @@ def presents_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def tool_prompt(tools: Sequence[JsonDict]) -> str:
-    return TOOL_PROMPT.format(tools="\n".join(_json(tool["function"]) for tool in tools))
+    return TOOL_PROMPT.format(tools="\n".join(json_text(tool["function"]) for tool in tools))
 
 
 def _marked(call: JsonDict) -> str:
     function = call["function"]
-    return f"{CALL_OPENING}\n{_json({'name': function['name'], 'arguments': function['arguments']})}\n{CALL_CLOSING}"
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return (
+        f"{CALL_OPENING}\n{json_text({'name': function['name'], 'arguments': function['arguments']})}\n{CALL_CLOSING}"
+    )

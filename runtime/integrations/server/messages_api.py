@@ -40,6 +40,7 @@ from hdtool.runtime.integrations.server.openai_formats import (
     RequestError,
 )
 from hdtool.runtime.integrations.server.openai_requests import MAX_STOPS, Body, ChatRequest
+from hdtool.runtime.integrations.server.tool_calls import json_text
 
 PATH = "/v1/messages"
 STOP_REASONS = {LENGTH: "max_tokens", TOOL_CALLS: "tool_use"}
@@ -236,7 +237,7 @@ def _assistant(blocks: Sequence[Block], where: str) -> JsonDict:
 def _call(block: Block, where: str) -> JsonDict:
     if not block.id or not block.name:
         raise RequestError(f"{where}: a call needs an id and a name", param=where)
-    arguments = json.dumps(block.input or {}, ensure_ascii=False)
+    arguments = json_text(block.input or {})
     return {"id": block.id, "function": {"name": block.name, "arguments": arguments}}
 
 
@@ -375,5 +376,5 @@ def _event(event: Event) -> JsonDict:
     elif event.section.kind is SectionKind.TEXT:
         delta = {"type": "text_delta", "text": event.text}
     else:
-        delta = {"type": "input_json_delta", "partial_json": json.dumps(_arguments(event.text), ensure_ascii=False)}
+        delta = {"type": "input_json_delta", "partial_json": json_text(_arguments(event.text))}
     return {"type": "content_block_delta", "index": index, "delta": delta}

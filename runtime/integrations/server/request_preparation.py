@@ -50,7 +50,7 @@ from hdtool.runtime.target.load import Loaded
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_GRAMMAR_CHARACTERS = 65_536
+MAX_REQUEST_GRAMMAR_CHARACTERS = 65_536
 """Maximum length of a grammar in characters; longer ones would take seconds to compile."""
 
 
@@ -248,10 +248,10 @@ class Preparer:
         return PreparedChoice(prompt, plan, config.stop, recorded)
 
     def _guide(self, grammar: Grammar | None) -> Guide | None:
-        if grammar and len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
+        if grammar and len(grammar.text) > MAX_REQUEST_GRAMMAR_CHARACTERS:
             raise RequestError(
                 f"the {grammar.kind.label} has {len(grammar.text):,} characters, "
-                f"and at most {MAX_GRAMMAR_CHARACTERS:,} are "
+                f"and at most {MAX_REQUEST_GRAMMAR_CHARACTERS:,} are "
                 "accepted"
             )
         return self._grammars.guide(grammar) if grammar else None

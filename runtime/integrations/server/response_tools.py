@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hdtool.runtime.integrations.server.openai_formats import JsonDict, RequestError
+from hdtool.runtime.integrations.server.tool_calls import json_text
 
 FUNCTION, CUSTOM, NAMESPACE = "function", "custom", "namespace"
 BUILT_IN_TOOLS = ("web_search", "web_search_preview", "image_generation")
@@ -77,7 +78,7 @@ def function_name(name: Any, namespace: Any = None) -> Any:
 
 def custom_arguments(text: str) -> str:
     """Wrap a custom tool's input in the JSON arguments of the function that represents the tool."""
-    return json.dumps({INPUT_FIELD: text}, ensure_ascii=False)
+    return json_text({INPUT_FIELD: text})
 
 
 def input_of(arguments: str) -> str:

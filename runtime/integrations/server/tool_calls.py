@@ -138,12 +138,16 @@ CALL_NOTATIONS = (
 """Notations of Qwen 3.5 and Qwen Coder, Hermes and Qwen, Mistral, and Llama 3; the first matching marker decides."""
 
 
+def json_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
 def unmarked_call(names: Iterable[str]) -> str:
     """Return a regular expression for the beginning of a call of one of these functions, up to its arguments.
 
     Qwen2.5-Coder and others write calls without marks, or as a block of code.
     """
-    escaped = (re.escape(json.dumps(name, ensure_ascii=False)).replace("/", r"\/") for name in names)
+    escaped = (re.escape(json_text(name)).replace("/", r"\/") for name in names)
     return rf'\{{\s*"name"\s*:\s*(?:{"|".join(escaped)})\s*,\s*"arguments"\s*:'
 
 
@@ -307,4 +311,4 @@ def calls_of(value: Any) -> list[ToolCall]:
 
 
 def _text_of(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else json_text(value)
