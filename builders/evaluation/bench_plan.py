@@ -222,52 +222,76 @@ class BenchPlan:
 
     def _measure(self, folder: Path, threads: int | None) -> None:
         files = row_files(self.model, self.bench.llama_cpp_file)
-        obstacles = {name: exclusion_reason(name, files, self.model, self.sampling) for name in LLAMA_CPP}
-        for name in self.bench.methods or ():
-            if reason := obstacles.get(name):
-                raise ModelError(f"{name} {reason}")
-        other_file = files.get(OTHER_FILE)
-        if other_file:
-            check_file(other_file)
-        grammars = any(question.grammar for question in self.questions)
-        if grammars and (excluded := [name for name in self.bench.methods or () if name in WITHOUT_GRAMMARS]):
-            raise OptionError(f"{excluded[0]} cannot be measured on answers that follow a grammar: leave it out")
+        runnable = self._check_methods(files)
         set_num_threads(threads)
-        compile_ahead(self.model, *self.bench.methods or METHODS)
-        loaded = load(self.model)
-        finish_compiling()
-        measured = {*(self.bench.methods or METHODS)}
-        databases = "".join(letter for letter in SOURCE_LETTERS if measured & {*methods_with(letter)})
-        store_set = loaded.library(self.store_set).open(databases)
-        if other_file:
-            check_same_model(other_file, loaded)
-        runnable = [name for name, reason in obstacles.items() if not reason]
-        trained = methods_with_drafters(self.decoding, loaded.target.model)
-        has_corpus = store_set.corpus is not None
-        methods = self.bench.chosen(has_corpus=has_corpus, trained=trained, llama_cpp=runnable, grammars=grammars)
-        baseline_of(methods, self.bench.baseline)
+        loaded, store_set = self._load(files.get(OTHER_FILE))
+        methods = self._methods(loaded, store_set, runnable)
         rows = {name: files[name] for name in methods if name in LLAMA_CPP}
-        build = describe_build(rows, on_gpu=loaded.target.device.type == "cuda") if rows else None
-        llama_cpp = {"llama_cpp": build["version"], BUILD_KEY: build} if build else {}
         lineup = ContenderFactory(loaded, store_set, self.model, self.decoding, self.sampling)
         lineup.choose_threads(methods, threads)
-        run = BenchRun(
-            self.options(),
-            methods,
-            len(self.questions),
-            describe_environment(loaded, store_set) | llama_cpp,
-            datetime.now(UTC).isoformat(timespec="seconds"),
-        )
-        ids = [question_id(question.id) for question in self.questions]
-        results = ResultFolder(folder, run, ids)
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        surroundings = describe_environment(loaded, store_set) | _llama_cpp_build(loaded, rows)
+        run = BenchRun(self.options(), methods, len(self.questions), surroundings, started)
+        results = ResultFolder(folder, run, [question_id(question.id) for question in self.questions])
         contenders = lineup.contenders(methods, self.bench.assistant, rows)
         max_new_tokens = self.decoding.max_new_tokens
         bench = Bench(loaded, contenders, max_new_tokens, self.chat, self.bench.rounds, self.bench.drafters)
         bench.check(self.questions)
+        self._answer(bench, results)
+
+    def _check_methods(self, files: Mapping[str, Path]) -> list[str]:
+        """Raise an error if a chosen method cannot be measured; return the contenders of llama.cpp that can be."""
+        chosen = self.bench.methods or ()
+        obstacles = {name: exclusion_reason(name, files, self.model, self.sampling) for name in LLAMA_CPP}
+        for name in chosen:
+            if reason := obstacles.get(name):
+                raise ModelError(f"{name} {reason}")
+        if other_file := files.get(OTHER_FILE):
+            check_file(other_file)
+        if self._has_grammars and (excluded := [name for name in chosen if name in WITHOUT_GRAMMARS]):
+            raise OptionError(f"{excluded[0]} cannot be measured on answers that follow a grammar: leave it out")
+        return [name for name, reason in obstacles.items() if not reason]
+
+    def _load(self, other_file: Path | None) -> tuple[Loaded, StoreSet]:
+        """Load the model, which must be that of ``other_file`` if there is one, and open the stores."""
+        chosen = {*(self.bench.methods or METHODS)}
+        compile_ahead(self.model, *chosen)
+        loaded = load(self.model)
+        finish_compiling()
+        databases = "".join(letter for letter in SOURCE_LETTERS if chosen & {*methods_with(letter)})
+        store_set = loaded.library(self.store_set).open(databases)
+        if other_file:
+            check_same_model(other_file, loaded)
+        return loaded, store_set
+
+    def _methods(self, loaded: Loaded, store_set: StoreSet, llama_cpp: Sequence[str]) -> tuple[str, ...]:
+        """Return the methods to measure; raise an error if the baseline isn't one of them."""
+        trained = methods_with_drafters(self.decoding, loaded.target.model)
+        has_corpus = store_set.corpus is not None
+        methods = self.bench.chosen(
+            has_corpus=has_corpus, trained=trained, llama_cpp=llama_cpp, grammars=self._has_grammars
+        )
+        baseline_of(methods, self.bench.baseline)
+        return methods
+
+    @property
+    def _has_grammars(self) -> bool:
+        return any(question.grammar for question in self.questions)
+
+    def _answer(self, bench: Bench, results: ResultFolder) -> None:
+        """Warm up, then answer the questions that have no result yet."""
         warm_up = warm_up_questions(self.questions, self.spare, self.bench.warm_up, bench.fits)
         left = self.questions[results.answered :]
-        turns = len(contenders) * (sum(map(turn_count, warm_up)) + self.bench.rounds * sum(map(turn_count, left)))
+        turns = len(bench.contenders) * (sum(map(turn_count, warm_up)) + self.bench.rounds * sum(map(turn_count, left)))
         with progress_bar(turns, "answers") as progress:
             bench.warm_up(warm_up, progress.advance)
             for answers in bench.answers(self.questions, results.answered, progress.advance):
                 results.add(answers)
+
+
+def _llama_cpp_build(loaded: Loaded, rows: Mapping[str, Path]) -> dict[str, Any]:
+    """Return what a run records about llama.cpp; empty if it has no contender."""
+    if not rows:
+        return {}
+    build = describe_build(rows, on_gpu=loaded.target.device.type == "cuda")
+    return {"llama_cpp": build["version"], BUILD_KEY: build}
