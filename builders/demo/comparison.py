@@ -10,11 +10,12 @@ from statistics import median
 import torch
 
 from hdtool.builders.evaluation.bench_plan import ContenderFactory
-from hdtool.builders.evaluation.contenders import FreshDrafters, answer_steps
+from hdtool.builders.evaluation.contenders import FreshDrafters
 from hdtool.builders.evaluation.experiment import Experiment, Figures, by_contender, identical, shown_pieces, timed_turn
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Prompt
+from hdtool.runtime.answer_plan import plan_answer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
@@ -105,11 +106,9 @@ class SideBySide:
         loaded, dialogue, turns = self._loaded, Dialogue(prompt), list[AnsweredTurn]()
         while True:
             ids = encode_conversation(loaded.tokenizer, dialogue.messages)
+            plan = plan_answer(loaded, SamplingConfig(), ids, self._decoding.max_new_tokens)
             # The first prompt is read as a whole, because the cache holds the other method's answer to it.
-            steps = answer_steps(
-                loaded, drafter, SamplingConfig(), self._decoding.max_new_tokens, ids, prefix_caching=bool(turns)
-            )
-            turns.append(timed_turn(loaded.target.device, drafter, steps))
+            turns.append(timed_turn(loaded.target, plan.request(None, drafter), prefix_caching=bool(turns)))
             if not dialogue.add_answer(text_of(loaded.tokenizer, turns[-1].output_ids)):
                 return turns
 

@@ -23,8 +23,7 @@ from hdtool.runtime.answer_plan import generate_options, plan_answer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.sequence import Finish, Step, room_for
-from hdtool.runtime.core.session import decode_request
+from hdtool.runtime.core.sequence import Finish, room_for
 from hdtool.runtime.drafters.drafter_factory import DrafterMaker
 from hdtool.runtime.generation.grammar import Guide, masks_of
 from hdtool.runtime.generation.settings import refuse_settings
@@ -82,27 +81,10 @@ class DraftingContender:
         return replace(self, drafter=self.new_drafter())
 
     def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> DecodedTurn:
-        plan, target = plan_answer(self.loaded, self.sampling, prompt, self.max_new_tokens, guide), self.loaded.target
+        plan = plan_answer(self.loaded, self.sampling, prompt, self.max_new_tokens, guide)
         request = plan.request(None, self.drafter, prediction, draft_tokens=self.draft_tokens)
-        turn = timed_turn(target.device, request.drafter, decode_request(target, request, prefix_caching=False))
+        turn = timed_turn(self.loaded.target, request)
         return replace(turn, text=text_of(self.loaded.tokenizer, turn.output_ids))
-
-
-def answer_steps(
-    loaded: Loaded,
-    drafter: Drafter,
-    sampling: SamplingConfig,
-    max_tokens: int,
-    prompt: list[int],
-    *,
-    prefix_caching: bool = False,
-) -> Iterator[Step]:
-    """Yield the steps of an answer of at most ``max_tokens`` tokens.
-
-    With ``prefix_caching``, a contender would profit from prompts that another contender has prefilled.
-    """
-    request = plan_answer(loaded, sampling, prompt, max_tokens).request(None, drafter)
-    return decode_request(loaded.target, request, prefix_caching=prefix_caching)
 
 
 class GenerateContender:

@@ -6,18 +6,18 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.answered_questions import AnsweredTurn, Answers
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.measuring import COLD, WARM
-from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.sequence import Stats, Step
+from hdtool.runtime.core.sequence import Request, Stats, Step
+from hdtool.runtime.core.session import decode_request
 from hdtool.runtime.generation.text_stream import TextPiece, pieces_of
+from hdtool.runtime.target.target import Target
 
 Question = TypeVar("Question")
 Answering = Callable[[Question], Sequence[AnsweredTurn]]
@@ -107,11 +107,15 @@ class DecodedTurn(AnsweredTurn):
     """Statistics of all steps but the prefill."""
 
 
-def timed_turn(device: torch.device, drafter: Drafter, decoding: Iterator[Step]) -> DecodedTurn:
-    """Decode an answer and time it; the turn's text is left empty."""
+def timed_turn(target: Target, request: Request[Any], *, prefix_caching: bool = False) -> DecodedTurn:
+    """Answer a request and time it; the turn's text is left empty.
+
+    With ``prefix_caching``, a contender would profit from prompts that another contender has prefilled.
+    """
     stats, later, steps = Stats(), Stats(), list[Step]()
-    with Stopwatch(device) as watch:
-        for step in stats.counted(decoding, drafter):
+    decoding = decode_request(target, request, prefix_caching=prefix_caching)
+    with Stopwatch(target.device) as watch:
+        for step in stats.counted(decoding, request.drafter):
             watch.first_token()
             steps.append(step)
     for step in steps[1:]:

@@ -19,8 +19,7 @@ from hdtool.runtime.config.measuring import WARM
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Finish
-from hdtool.runtime.core.session import decode
+from hdtool.runtime.core.sequence import Finish, Request
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.target.target import Target
 
@@ -54,9 +53,7 @@ def drafting_contender(target: Target, drafter: Drafter) -> Reproducing:
 
     def answer(turn: RecordedTurn) -> list[AnsweredTurn]:
         sampler, max_tokens = RecordedSampler(turn), len(turn.answer)
-        # Prefix caching would let a contender profit from prompts that another contender has prefilled.
-        steps = decode(target, turn.prompt, sampler, max_new_tokens=max_tokens, drafter=drafter, prefix_caching=False)
-        return [timed_turn(target.device, drafter, steps)]
+        return [timed_turn(target, Request(None, turn.prompt, sampler, drafter, max_new_tokens=max_tokens))]
 
     return answer
 

@@ -10,16 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.builders.evaluation.contenders import answer_steps
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, SpeedPrediction
 from hdtool.builders.evaluation.timing import timed
 from hdtool.builders.evaluation.worker_pool import replay
+from hdtool.runtime.answer_plan import plan_answer
 from hdtool.runtime.budget.cost_curve import CostCurve, Floats
 from hdtool.runtime.config.decoding import NO_HISTORY, DecodeConfig
 from hdtool.runtime.config.draft_sources import HISTORY_LETTER, SOURCE_NAMES
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
+from hdtool.runtime.core.session import decode_request
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
@@ -51,7 +52,8 @@ class Overhead:
         for length in lengths:
             prefill = partial(target.prefill, target.allocate(), 0, some_context(length, vocabulary))
             fastest.append(min(timed(target.device, prefill)[1] for _ in range(PREFILLS)))
-        answer = answer_steps(loaded, NoDraft(), SamplingConfig(), ANSWER_TOKENS, some_context(lengths[0], vocabulary))
+        plan = plan_answer(loaded, SamplingConfig(), some_context(lengths[0], vocabulary), ANSWER_TOKENS)
+        answer = decode_request(target, plan.request(None, NoDraft()), prefix_caching=False)
         steps = list(answer)[1:]  # the first step is the prefill
         host = float(np.median([step.seconds - step.verify_seconds for step in steps])) if steps else 0.0
         return cls(lengths, tuple(fastest), host)

@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hdtool.builders.evaluation.contenders import FreshDrafters, answer_steps
+from hdtool.builders.evaluation.contenders import FreshDrafters
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
+from hdtool.runtime.answer_plan import plan_answer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.core.engine_interface import Verified
+from hdtool.runtime.core.session import decode_request
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.target.load import load
 from tests.benchmarks.laboratory import parser_of
@@ -55,7 +57,8 @@ def main() -> None:
     config = DecodeConfig(draft_tokens=options.draft_tokens)
     drafter = DrawnTrees(FreshDrafters(loaded.target, loaded.library().open())(config), loaded.tokenizer)
     ids = encode_conversation(loaded.tokenizer, prompt.messages)
-    for _ in answer_steps(loaded, drafter, SamplingConfig(), options.tokens, ids):
+    request = plan_answer(loaded, SamplingConfig(), ids, options.tokens).request(None, drafter)
+    for _ in decode_request(loaded.target, request):
         pass
 
 

@@ -15,12 +15,12 @@ import argparse
 from functools import partial
 from statistics import median
 
-from hdtool.builders.evaluation.contenders import answer_steps
 from hdtool.builders.evaluation.experiment import Answering, DecodedTurn, Figures, timed_turn
 from hdtool.builders.evaluation.random_models import load_shape
 from hdtool.builders.evaluation.threads import set_num_threads
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.chat import encode_conversation
+from hdtool.runtime.answer_plan import plan_answer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.kernels.machine import machine
@@ -35,8 +35,8 @@ def answering(loaded: Loaded, method: str, options: argparse.Namespace) -> Answe
     drafter = method_contender(loaded, decoding).new_drafter()
 
     def answer(prompt: list[int]) -> list[DecodedTurn]:
-        steps = answer_steps(loaded, drafter, sampling, options.tokens, prompt, prefix_caching=True)
-        return [timed_turn(loaded.target.device, drafter, steps)]
+        request = plan_answer(loaded, sampling, prompt, options.tokens).request(None, drafter)
+        return [timed_turn(loaded.target, request, prefix_caching=True)]
 
     return answer
 

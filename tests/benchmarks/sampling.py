@@ -16,9 +16,8 @@ import torch
 from hdtool.builders.evaluation.experiment import Answering, DecodedTurn, timed_turn
 from hdtool.data.chat import encode_conversation
 from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
-from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.session import decode
+from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.load import Loaded, load
 from tests.benchmarks.laboratory import Outcome, Table, parser_of, ratio_of
@@ -51,8 +50,7 @@ class OneByOne(Sampler):
 
 def answering(way: type[Sampler], loaded: Loaded, config: SamplingConfig, tokens: int) -> Answering[list[int]]:
     def answer(prompt: list[int]) -> list[DecodedTurn]:
-        steps = decode(loaded.target, prompt, way(config, prompt), max_new_tokens=tokens, prefix_caching=False)
-        return [timed_turn(loaded.target.device, NoDraft(), steps)]
+        return [timed_turn(loaded.target, Request(None, prompt, way(config, prompt), max_new_tokens=tokens))]
 
     return answer
 

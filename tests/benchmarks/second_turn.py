@@ -8,9 +8,9 @@ from __future__ import annotations
 from functools import partial
 from statistics import median
 
-from hdtool.builders.evaluation.contenders import answer_steps
 from hdtool.builders.evaluation.experiment import DecodedTurn, timed_turn
 from hdtool.data.chat import encode_conversation
+from hdtool.runtime.answer_plan import plan_answer
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.generation.text_stream import text_of
@@ -25,9 +25,8 @@ WHOLE, CACHED = "whole", "cached"
 
 
 def answered(loaded: Loaded, prompt: list[int], *, cached: bool) -> DecodedTurn:
-    drafter = NoDraft()
-    steps = answer_steps(loaded, drafter, SamplingConfig(), MAX_NEW_TOKENS, prompt, prefix_caching=cached)
-    return timed_turn(loaded.target.device, drafter, steps)
+    request = plan_answer(loaded, SamplingConfig(), prompt, MAX_NEW_TOKENS).request(None, NoDraft())
+    return timed_turn(loaded.target, request, prefix_caching=cached)
 
 
 def main() -> None:

@@ -25,7 +25,6 @@ from hdtool.runtime.answer_plan import compiler_for, plan_answer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.core.sequence import Finish
-from hdtool.runtime.core.session import decode_request
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.load import Loaded, load
 from tests.benchmarks.laboratory import Outcome, Table, method_contender, parser_of, ratio_of, stores_of
@@ -50,8 +49,7 @@ def answering(mode: str, loaded: Loaded, options: argparse.Namespace) -> Answeri
         grammar, prompt = question
         plan = plan_answer(loaded, sampling, prompt, options.max_new_tokens, compiler.guide(grammar))
         request = plan.request(None, drafter, draft_tokens=None if mode == GUIDED else 0)
-        steps = decode_request(loaded.target, request, prefix_caching=False)
-        return [timed_turn(loaded.target.device, request.drafter, steps)]
+        return [timed_turn(loaded.target, request)]
 
     return answer
 

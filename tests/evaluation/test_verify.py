@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from hdtool.builders.evaluation import contenders
-from hdtool.builders.evaluation.contenders import answer_steps, generate_ids
+from hdtool.builders.evaluation.contenders import generate_ids
 from hdtool.builders.evaluation.verify import Check, Difference, Explanation, Oracle, Verifier
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError
 from hdtool.data.prompts import read_prompts
+from hdtool.runtime.answer_plan import plan_answer
 from hdtool.runtime.caches.kv_cache import StaticKVCache
 from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.model import SamplingConfig
@@ -23,7 +24,7 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.session import decode
+from hdtool.runtime.core.session import decode, decode_request
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.model.placement import logits_after, more_precise
@@ -69,7 +70,8 @@ def verified(loaded: Loaded, sampling: SamplingConfig = GREEDY) -> tuple[Check, 
 
 def test_the_history_holds_no_answer_of_the_oracles(small: Loaded) -> None:
     """Else tokens per step would be too high; a second check of a prompt does draft from the first one."""
-    alone = len(list(answer_steps(small, Hierarchy(history=History()), GREEDY, MAX_NEW_TOKENS, PROMPT)))
+    request = plan_answer(small, GREEDY, PROMPT, MAX_NEW_TOKENS).request(None, Hierarchy(history=History()))
+    alone = len(list(decode_request(small.target, request)))
     verifier = Verifier(small, GREEDY, Hierarchy(history=History()), MAX_NEW_TOKENS)
     assert verifier.check("it", PROMPT).steps == alone > verifier.check("it again", PROMPT).steps
 
