@@ -18,7 +18,7 @@ from hdtool.data.notes import note
 from hdtool.runtime.config.measuring import WARM
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sampler import Sampler, Shortcuts
 from hdtool.runtime.core.sequence import Finish, Request
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.target.target import Target
@@ -35,8 +35,7 @@ class RecordedSampler(Sampler):
     def __init__(self, turn: RecordedTurn) -> None:
         super().__init__(SamplingConfig(), turn.prompt)
         self._begin, self._answer = len(turn.prompt), turn.answer
-        self.chooses_by_argmax = False
-        self.draws = None
+        self.shortcuts = Shortcuts()
 
     def chooser(self, logits: torch.Tensor, **known: Any) -> Callable[[int], int]:
         if logits.is_cpu:  # takes as long as a real choice; on other devices, argmax is part of the pass

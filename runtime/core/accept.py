@@ -38,7 +38,7 @@ def accept(
     the caller must recompute the step without drafts.
     """
     walk = _compiled_walk(tree, verified, sampler, max_tokens)
-    if walk and not sampler.only_mask and _has_ended(walk, max_tokens):
+    if walk and not sampler.shortcuts.only_mask and _has_ended(walk, max_tokens):
         return _accept_walk(walk, tree, sampler, stops)
     path: list[int] = []
     tokens: list[int] = []
@@ -91,7 +91,8 @@ def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
     """
     if not walk.finite:
         return []
-    count = sampler.only_mask.allowed(sampler.context, walk.tokens) if sampler.only_mask else len(walk.tokens)
+    mask = sampler.shortcuts.only_mask
+    count = mask.allowed(sampler.context, walk.tokens) if mask else len(walk.tokens)
     return list(zip(walk.tokens[:count], walk.children[:count], strict=True))
 
 
@@ -101,24 +102,25 @@ def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, max_to
     A walk by draws under a mask ends before the first token that depends on what the mask forbids. A walk by rankings
     ends before the first token that depends on logits outside the ranking.
     """
-    if sampler.chooses_by_argmax and verified.walk:
+    shortcuts = sampler.shortcuts
+    if shortcuts.chooses_by_argmax and verified.walk:
         return verified.walk.first(max_tokens)
     max_walk_tokens, walk_buffer = min(max_tokens, len(tree.tokens) + 1), sampler.walk_buffer
     nodes = tree.tokens, tree.parents, max_walk_tokens, walk_buffer
     forced_tokens = NO_FORCED_TOKENS if tree.forced_tokens is None else tree.forced_tokens
-    if sampler.chooses_by_argmax:
+    if shortcuts.chooses_by_argmax:
         if known := verified.known_argmax():
             tokens, finite = known
             return Walk.of(walk_buffer, *walk_known(tokens, finite, *nodes))
         rows = readable(verified.logits)
         return Walk.of(walk_buffer, *walk_argmax(*bits_of(rows), forced_tokens, *nodes))
-    draws, logits = sampler.draws, verified.logits
-    if draws and verified.ranked and sampler.max_ranked and tree.forced_tokens is None:
+    draws, logits = shortcuts.draws, verified.logits
+    if draws and verified.ranked and shortcuts.max_ranked and tree.forced_tokens is None:
         (best, scores), position = verified.ranked, len(sampler.context)
         return Walk.of(walk_buffer, *walk_ranked(logits.shape[1], best, scores, *nodes, position, draws))
     if draws is None or not logits.is_cpu or logits.dtype != torch.float32:
         return None
-    rows, is_masked = readable(logits), sampler.only_mask is not None
+    rows, is_masked = readable(logits), shortcuts.only_mask is not None
     address, stride, vocabulary, _ = bits_of(rows)
     tree_arguments = forced_tokens, *nodes
     return Walk.of(

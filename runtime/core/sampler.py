@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Container, Sequence
-from typing import Protocol, cast, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +79,23 @@ KEEP_THE_BEST = (
 """Processors that never remove the only token that a mask has left."""
 
 
+class Shortcuts(NamedTuple):
+    """Ways to choose a token without processing all logits of its row; by default, there are none."""
+
+    only_mask: Mask | None = None
+    """The mask, if it is the only processor before the choice."""
+    chooses_by_argmax: bool = False
+    """True if each token is the argmax of its logits, or of the logits that a mask allows."""
+    draws: DrawOptions | None = None
+    """The options of each draw if nothing or only a mask processes the logits before it."""
+    max_ranked: int = 0
+    """Number of highest logits per row that a draw needs; 0 if it needs all of them."""
+    draws_by_row: bool = False
+    """True if each draw reads all logits of its row, unprocessed."""
+    takes_the_only_token: bool = False
+    """True if a token is chosen regardless of the logits once a mask forbids all others."""
+
+
 class Sampler:
     """Chooses the tokens of one answer. The caller gives each emitted token to ``take``.
 
@@ -101,51 +118,47 @@ class Sampler:
         Processors see the ``padding`` tokens in front of the context; the model does not. The answer ends at the first
         token that meets one of the ``criteria``.
         """
-        self._greedy = config.is_greedy
-        self._processors = processors_of(config) if processors is None else processors
-        self.only_argmax = self._greedy and not self._processors
-        """True if only the argmax of the logits is needed; ``chooser`` is not called then."""
-        self.takes_the_only_token = self._takes_the_only_token()
-        """True if a token is chosen regardless of the logits once a mask forbids all others."""
-        self._race = ExponentialRace(config.seed)
+        self._greedy, self._race, self._criteria = config.is_greedy, ExponentialRace(config.seed), criteria
         self.seed = None if self._greedy else config.seed
         """The seed of the draws; None if decoding is greedy."""
+        self._processors = processors_of(config) if processors is None else processors
         truncated = Truncation.at_end_of(self._processors)
         self.pre_processors: list[LogitsProcessor]
         self.pre_processors, self._truncation = (list(self._processors), Truncation()) if self._greedy else truncated
         """The processors before the truncation, which is a part of the draw."""
         self.truncating_processors = self._processors[len(self.pre_processors) :]
-        if not self._greedy:
-            self._truncation.compile(self._race)
-        self.only_mask = self._find_only_mask(padding)
-        """The mask, if it is the only processor before the choice; otherwise None."""
-        self.chooses_by_argmax = self.only_argmax or (self._greedy and self.only_mask is not None)
-        """True if each token is the argmax of its logits, or of the logits that a mask allows."""
-        self.draws = self._own_draws()
-        """The options of each draw if nothing or only a mask processes the logits before it; otherwise None."""
         self._allowed = np.empty(0, np.int64), np.empty(0, np.float32)
         """Buffers for the tokens that a mask allows and for their scores."""
-        if self.only_mask:
-            allowed_scores(0, 0, NO_BITS, *self._allowed)
         self._ids, self._on_host = _GrowingIds(padding), _RowOnHost()
-        self._criteria = criteria
         self.context = list(context)
         self.walk_buffer = np.empty((2, LARGEST_TREE + 1), np.int64)
         """Buffer for the tokens of a compiled walk and for the nodes that drafted them, ``[2, tokens]``."""
-        if self.draws:
-            compile_drawn_walks(self.draws, self.walk_buffer)
-        self.max_ranked = ranked_for(self.draws) if self.draws and not self.only_mask else 0
-        """Number of highest logits per row that a draw needs; 0 if it needs all of them."""
-        self.draws_by_row = not (self._greedy or self.pre_processors or self.max_ranked)
-        """True if each draw reads all logits of its row, unprocessed."""
         self.overflowed = False
         """True if the highest logit of any row used so far was NaN or infinite."""
+        self.shortcuts = self._find_shortcuts(padding)
+        self._compile()
 
-    def read_all_logits(self) -> None:
-        """Choose each token by ``choose_processed``, for samplers that do more than choose with all logits of a row."""
-        self.chooses_by_argmax = self.takes_the_only_token = self.draws_by_row = False
-        self.only_mask = self.draws = None
-        self.max_ranked = 0
+    def _find_shortcuts(self, padding: Sequence[int]) -> Shortcuts:
+        only_mask = self._only_mask(padding)
+        draws = self._own_draws(only_mask)
+        max_ranked = ranked_for(draws) if draws and not only_mask else 0
+        return Shortcuts(
+            only_mask,
+            self._greedy and (only_mask is not None or not self._processors),
+            draws,
+            max_ranked,
+            not (self._greedy or self.pre_processors or max_ranked),
+            self._takes_the_only_token(),
+        )
+
+    def _compile(self) -> None:
+        """Compile what the choices need, or load it from the cache, before the first step."""
+        if not self._greedy:
+            self._truncation.compile(self._race)
+        if self.shortcuts.only_mask:
+            allowed_scores(0, 0, NO_BITS, *self._allowed)
+        if self.shortcuts.draws:
+            compile_drawn_walks(self.shortcuts.draws, self.walk_buffer)
 
     def take(self, token: int, stops: Container[int] = ()) -> bool:
         """Append an emitted token to the context; return True if it ends the answer, as the tokens in ``stops`` do."""
@@ -153,14 +166,14 @@ class Sampler:
         met = [is_met(self, token) for is_met in self._criteria]
         return any(met) or token in stops
 
-    def _find_only_mask(self, padding: Sequence[int]) -> Mask | None:
+    def _only_mask(self, padding: Sequence[int]) -> Mask | None:
         if len(self.pre_processors) != 1 or padding:
             return None
         (only,) = self.pre_processors
         return only if isinstance(only, Mask) else None
 
-    def _own_draws(self) -> DrawOptions | None:
-        if self._greedy or not (self.only_mask or (not self.pre_processors and self._truncation.is_compiled)):
+    def _own_draws(self, only_mask: Mask | None) -> DrawOptions | None:
+        if self._greedy or not (only_mask or (not self.pre_processors and self._truncation.is_compiled)):
             return None
         return self._truncation.draws(self._race)
 
@@ -187,8 +200,8 @@ class Sampler:
         """
 
         def process(row: int) -> int:
-            if self.only_mask and logits.is_cpu and logits.dtype == torch.float32:
-                return self._noted(self._choose_allowed(logits[row], self.only_mask), finite_only=finite_only)
+            if self.shortcuts.only_mask and logits.is_cpu and logits.dtype == torch.float32:
+                return self._noted(self._choose_allowed(logits[row], self.shortcuts.only_mask), finite_only=finite_only)
             # A draw checks by itself whether the row is finite, and much faster.
             if (self.pre_processors or self._greedy) and not (
                 logits[row].max().isfinite() if finite is None else finite[row]
@@ -196,7 +209,7 @@ class Sampler:
                 self.overflowed = True
                 if finite_only:
                     return NOT_FINITE
-            if row == 0 and first is not None and self.draws_by_row:
+            if row == 0 and first is not None and self.shortcuts.draws_by_row:
                 token = self._truncation.draw(self._race, len(self.context), first)
             else:
                 token = self.choose_processed(logits, row)

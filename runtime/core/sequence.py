@@ -87,19 +87,19 @@ class SequenceState(Generic[Key]):
     def __init__(self, engine: Engine[Any], request: Request[Key], max_new_tokens: int, stops: Container[int]) -> None:
         """``max_new_tokens`` and ``stops`` apply if the request has none of its own."""
         self.request, self._sampler, self.drafter = request, request.sampler, request.drafter
-        prompt, sampler = request.prompt, request.sampler
+        prompt, sampler, shortcuts = request.prompt, request.sampler, request.sampler.shortcuts
         limit = max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         self.room, self._finish_at_limit = room_for(engine, prompt, limit)
         """Number of tokens that may still be generated."""
         self._stops = request.stops or stops
         are_logits_read = self.drafter.reads_logits or request.observer is not None
-        self.options = PassOptions(sampler.chooses_by_argmax, are_logits_read, self.drafter.max_ranked)
+        self.options = PassOptions(shortcuts.chooses_by_argmax, are_logits_read, self.drafter.max_ranked)
         if engine.captures:  # without capture, the host reads the logits directly
-            num_ranked = max(self.options.max_ranked, sampler.max_ranked)
-            self.options = self.options._replace(max_ranked=num_ranked, root=sampler.draws_by_row)
-            if sampler.draws and sampler.max_ranked:
-                compile_ranked_walks(sampler.draws, sampler.walk_buffer)
-        self._needs_all_logits = not sampler.takes_the_only_token or self.options.wants_maxima
+            num_ranked = max(self.options.max_ranked, shortcuts.max_ranked)
+            self.options = self.options._replace(max_ranked=num_ranked, root=shortcuts.draws_by_row)
+            if shortcuts.draws and shortcuts.max_ranked:
+                compile_ranked_walks(shortcuts.draws, sampler.walk_buffer)
+        self._needs_all_logits = not shortcuts.takes_the_only_token or self.options.wants_maxima
         self.tree = DraftTree.bare(prompt[-1])
         """Tree that is verified in the current step."""
         self.cached_tokens = 0

@@ -27,7 +27,7 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.draws import NOT_FINITE
 from hdtool.runtime.core.prefix_cache import PrefixCache
-from hdtool.runtime.core.sampler import Criterion, Sampler, seed_of
+from hdtool.runtime.core.sampler import Criterion, Sampler, Shortcuts, seed_of
 from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.core.session import Session
 from hdtool.runtime.drafters.deferred import deferred
@@ -342,7 +342,7 @@ class _Recorder(Sampler):
         self.scores_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_scores else None
         self.logits_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_logits else None
         if request.wants_scores or request.wants_logits:
-            self.read_all_logits()
+            self.shortcuts = Shortcuts()
 
     def chooser(self, logits: torch.Tensor, **known: Any) -> Callable[[int], int]:
         return super().chooser(logits.to(self.device), **known)

@@ -16,7 +16,7 @@ import torch
 from hdtool.builders.evaluation.experiment import Answering, DecodedTurn, timed_turn
 from hdtool.data.chat import encode_conversation
 from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
-from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sampler import Sampler, Shortcuts
 from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.load import Loaded, load
@@ -41,7 +41,7 @@ class OneByOne(Sampler):
 
     def __init__(self, config: SamplingConfig, context: list[int]) -> None:
         super().__init__(config, context)
-        self.read_all_logits()
+        self.shortcuts = Shortcuts()
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
         probabilities = self.scores(logits[row]).softmax(dim=-1).numpy()

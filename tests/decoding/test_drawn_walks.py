@@ -43,9 +43,9 @@ class Allowing(LogitsProcessor):
 def sampler_of(config: SamplingConfig, allowed: Sequence[int], *, walks: bool) -> Sampler:
     masks: list[Any] = [Allowing(allowed)] if allowed else []
     sampler = Sampler(config, [1, 2, 3], processors=LogitsProcessorList([*masks, *processors_of(config)]))
-    assert sampler.draws
+    assert sampler.shortcuts.draws
     if not walks:
-        sampler.draws = None
+        sampler.shortcuts = sampler.shortcuts._replace(draws=None)
     return sampler
 
 

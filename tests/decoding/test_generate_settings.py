@@ -252,7 +252,7 @@ def test_values_that_are_not_numbers_are_removed_where_the_model_says_so(loaded:
 
 def test_without_settings_greedy_decoding_has_no_processors(loaded: Loaded) -> None:
     sampler, stops = sampler_for(loaded, SamplingConfig(), [5, 6], max_new_tokens=4)
-    assert sampler.only_argmax and stops == loaded.stops
+    assert sampler.shortcuts.chooses_by_argmax and not sampler.pre_processors and stops == loaded.stops
 
 
 def test_invalid_settings_give_one_line(loaded: Loaded) -> None:

@@ -255,7 +255,8 @@ class TestCertainTokens:
         masks = masks_of(compiler.guide(Grammar.regex("a+")))
 
         def takes(*processors: LogitsProcessor) -> bool:
-            return Sampler(SamplingConfig(), [1], processors=LogitsProcessorList(processors)).takes_the_only_token
+            sampler = Sampler(SamplingConfig(), [1], processors=LogitsProcessorList(processors))
+            return sampler.shortcuts.takes_the_only_token
 
         assert takes(*masks, *after_mask) is expected
         assert not takes(*after_mask), "no mask"

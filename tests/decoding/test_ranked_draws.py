@@ -76,24 +76,24 @@ def test_what_the_highest_scores_decide_is_what_all_scores_decide(
 
 @pytest.mark.parametrize("name", TRUNCATIONS)
 def test_the_highest_scores_decide_where_others_are_removed(name: str) -> None:
-    sampler = sampler_of(name, [0])
-    assert sampler.draws and sampler.max_ranked == ranked_for(sampler.draws) <= MAX_RANKED
+    shortcuts = sampler_of(name, [0]).shortcuts
+    assert shortcuts.draws and shortcuts.max_ranked == ranked_for(shortcuts.draws) <= MAX_RANKED
     for position in range(200):
         row = zipf(position)
-        found = draw_ranked(position, VOCABULARY, *ranking(row, sampler.max_ranked), sampler.draws)
-        assert found == draw_row(position, row, ALL_TOKENS, sampler.draws)
+        found = draw_ranked(position, VOCABULARY, *ranking(row, shortcuts.max_ranked), shortcuts.draws)
+        assert found == draw_row(position, row, ALL_TOKENS, shortcuts.draws)
 
 
 def test_other_draws_read_their_row() -> None:
     for sampling in (SamplingConfig(temperature=0.7), SamplingConfig(temperature=1.0, top_p=0.9)):
         sampler = Sampler(sampling, [0])
-        assert sampler.draws_by_row and not sampler.max_ranked
+        assert sampler.shortcuts.draws_by_row and not sampler.shortcuts.max_ranked
         row = torch.from_numpy(zipf(1))
         wrong = row.flip(0)[None]
         known = sampler.chooser(wrong, first=row.numpy())
         assert known(0) == Sampler(sampling, [0]).chooser(row[None])(0)
     penalised = Sampler(SamplingConfig(temperature=0.7, repetition_penalty=1.2), [0])
-    assert not penalised.draws_by_row and not penalised.max_ranked
+    assert not penalised.shortcuts.draws_by_row and not penalised.shortcuts.max_ranked
 
 
 def test_rows_that_are_not_finite_are_noticed() -> None:
