@@ -71,6 +71,8 @@ class CapturedRuns(dict[Shape, CapturedRun[Output]]):
     def __init__(self, capture: Capture) -> None:
         super().__init__()
         self._capture = capture
+        self.has_failed = False
+        """True if a function could not be captured by ``of_any``."""
 
     def of(
         self, shape: Shape, compute: Callable[[], Output], before: Callable[[], None] = lambda: None
@@ -81,6 +83,14 @@ class CapturedRuns(dict[Shape, CapturedRun[Output]]):
             before()
             captured = self[shape] = CapturedRun(self._capture, compute)
         return captured
+
+    def of_any(self, shape: Shape, compute: Callable[[], Output]) -> CapturedRun[Output] | None:
+        """Return the captured function of a shape; None from the first function on that cannot be captured."""
+        try:
+            return None if self.has_failed else self.of(shape, compute)
+        except Exception:  # code that cannot be captured may raise any error
+            self.has_failed = True
+            return None
 
 
 OUT_OF_MEMORY = "out of memory", "alloc_failed"

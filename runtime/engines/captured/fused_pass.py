@@ -43,18 +43,14 @@ def fuse(stock: StockModel, facts: ModelFacts) -> ProgramPass | None:
         return None
     if not fits_cache(parts, facts.shapes) or parts.placeholders or _widens(parts, stock.dtype):
         return None
-    return ProgramPass(parts, windows, operations_of(stock), stock.hidden, merging(stock.model))
+    operations = triton_operations(stock.device) or Operations(stock.masks)
+    return ProgramPass(parts, windows, operations, stock.hidden, merging(stock.model))
 
 
 def _widens(parts: ModelParts[Module], dtype: torch.dtype) -> bool:
     """Return True if hidden states have another dtype than the weights."""
     name = parts.family.layer.widens
     return bool(name) and dtype != torch.float32 and any(getattr(layer.layer, name) for layer in parts.layers)
-
-
-def operations_of(stock: StockModel) -> Operations:
-    """Return the Triton operations if they can run on the model's device, and otherwise the PyTorch ones."""
-    return triton_operations(stock.device) or Operations(stock.masks)
 
 
 def triton_operations(device: torch.device) -> TritonOperations | None:

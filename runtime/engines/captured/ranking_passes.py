@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from hdtool.runtime.core.engine_interface import Ranked, TopTokens
-from hdtool.runtime.engines.capture import Capture, CapturedRun, CapturedRuns
+from hdtool.runtime.engines.capture import Capture, CapturedRuns
 from hdtool.runtime.engines.captured.device_clock import DeviceClock
 from hdtool.runtime.engines.captured.static_steps import rankings_in
 from hdtool.runtime.model.pass_inputs import TransferBuffer
@@ -44,7 +44,7 @@ class RankingPasses:
         self._output = TransferBuffer(ranked + -(-ranked // 2), device)
 
     def captures(self, rows: int) -> bool:
-        return self._captured is not None and rows <= self.largest
+        return self._captured is not None and not self._captured.has_failed and rows <= self.largest
 
     def size_for(self, rows: int) -> int:
         """Return the number of rows to which a pass over ``rows`` rows must be padded."""
@@ -68,10 +68,10 @@ class RankingPasses:
         ``rank`` reads on the host.
         """
         given, number = torch.tensor(words), len(words)
-        if self.captures(shape[1]):
+        if self._captured is not None and self.captures(shape[1]):
             self._input.host[:number] = given
             self._input.send(number)
-            captured = self._captured_run(shape, lambda: self._write(rank(self._input.device[:number])))
+            captured = self._captured.of_any(shape, lambda: self._write(rank(self._input.device[:number])))
             if captured and captured.run:
                 captured.run()
                 self._clock.start()
@@ -80,15 +80,6 @@ class RankingPasses:
                 return partial(self._wait, rankings, captured.output)
         tokens, probs = (part[:rankings].cpu().numpy() for part in rank(given.to(self._device)))
         return lambda: (tokens, probs)
-
-    def _captured_run(self, shape: Shape, compute: Callable[[], int]) -> CapturedRun[int] | None:
-        """Return a pass as captured; from now on None for all passes if it can't be captured."""
-        assert self._captured is not None
-        try:
-            return self._captured.of(shape, compute)
-        except Exception:  # model code that cannot be captured may raise any error
-            self._captured = None
-        return None
 
     def _write(self, ranked: TopTokens) -> int:
         rows, best = ranked[0].shape

@@ -24,7 +24,7 @@ from hdtool.runtime.caches.states import StatesOfTree
 from hdtool.runtime.core.engine_interface import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.engines.backend import RunningPass
-from hdtool.runtime.engines.capture import Capture, CapturedRun, CapturedRuns, Run, is_out_of_memory
+from hdtool.runtime.engines.capture import Capture, CapturedRun, CapturedRuns, Run
 from hdtool.runtime.engines.captured.device_clock import DeviceClock
 from hdtool.runtime.engines.step_interface import StepOutput, StepPass
 from hdtool.runtime.kernels.compiled import Array
@@ -57,7 +57,7 @@ class StaticSteps:
         self._clock = DeviceClock(device)
         self._steps: WeakKeyDictionary[KVTensors, Steps] = WeakKeyDictionary()
         """Captured steps by cache storage."""
-        self._rankings, self._captures_rankings = CapturedRuns[int, None](capture), True
+        self._rankings = CapturedRuns[int, None](capture)
         """Captured rankings of the logits in the buffers, by number of rows."""
         self._buffers: list[_Buffers] = []
         """Buffers, the smallest first. A step uses the smallest that hold its rows, and only larger ones are added."""
@@ -139,18 +139,9 @@ class StaticSteps:
             return None
         rank: Run | None = partial(buffers.rank, number) if options.max_ranked else None
         if rank and step.output is None:  # recurrent states stay in memory that another graph may overwrite
-            rank = self._captured_ranking(number, rank)
+            captured = self._rankings.of_any(number, rank)
+            rank = captured.run if captured else rank
         return lambda: self._run(step, rank, buffers, slots, trees, rows, is_root_read=options.root)
-
-    def _captured_ranking(self, number: int, rank: Run) -> Run | None:
-        """Return the rankings of ``number`` rows as captured, or as they are where they cannot be captured."""
-        try:
-            return self._rankings.of(number, rank).run if self._captures_rankings else rank
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            self._captures_rankings = False
-            return rank
 
     def _buffers_for(self, rows: int) -> _Buffers:
         if not self._buffers or self._buffers[-1].rows < rows:
