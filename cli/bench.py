@@ -13,6 +13,7 @@ import typer
 from hdtool.cli import options
 from hdtool.cli.command import Option, completion, quiet_libraries, with_structure
 from hdtool.cli.options import only, parse_numbers, without
+from hdtool.cli.replay import Recordings
 from hdtool.cli.result_tables import as_columns, fill_text, rounded, speedup_title
 from hdtool.data import demo
 from hdtool.data.errors import OptionError, RecordError
@@ -20,8 +21,6 @@ from hdtool.data.input_files import find_inputs
 from hdtool.data.notes import note, tell
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt, interleave_categories, interleave_tasks, read_prompts
-from hdtool.data.record_counts import Tally
-from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.decoding import METHODS, DecodeConfig, GrammarConfig, StoresConfig
 from hdtool.runtime.config.measuring import COST_FILE, PEERS, SHAPES, WARM, BenchConfig, CostConfig, ShapeConfig
@@ -62,22 +61,19 @@ def bench_shape(
     Every step runs a real forward pass of a model with random weights; the accepted tokens are those of the recorded
     answers. So the speed of a large model can be measured without its weights.
     """
-    tally = Tally()
-    recorded = read_traces(find_inputs([traces]), tolerance=reading.max_bad_fraction, tally=tally)[: config.limit]
+    recorded = Recordings(find_inputs([traces]), reading.max_bad_fraction, limit=config.limit)
 
     from hdtool.builders.evaluation.random_models import load_shape
     from hdtool.builders.evaluation.recorded_bench import fitting_turns, recorded_benchmark
     from hdtool.builders.evaluation.recording import TurnReader, open_stores
     from hdtool.builders.evaluation.threads import choose_shared_threads
-    from hdtool.cli.store_output import print_left_out
 
     quiet_libraries(quiet=quiet)
     loaded = load_shape(config.shape, loading)
     peer = loaded.target.model if any(name in SHAPE_PEERS for name in config.methods) else None
     choose_shared_threads(loaded.target, peer, loading.threads)
     reader = TurnReader.of_model(loading)
-    every = [turn for _, turns in reader.usable(recorded, tally) for turn in turns]
-    print_left_out(tally, reading.max_bad_fraction)
+    every = [turn for turns in recorded.turns(reader) for turn in turns]
     turns = fitting_turns(every, loaded.target, decoding.max_new_tokens)
     if not turns:
         raise RecordError(f"no answer in {traces} ends within the context of {config.shape}: record shorter ones")
