@@ -29,7 +29,7 @@ from hdtool.data.stores.store_file_names import holds_history
 from hdtool.data.stores.stores_at_home import history_at_home
 from hdtool.runtime.config.decoding import HOME, MEMORY, NO_HISTORY, DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.stores.library import Library
+from hdtool.runtime.stores.store_opener import StoreOpener
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import CONFIG_FILES, checkpoint_of, place_of
 from hdtool.runtime.weights.gguf_file import gguf_file
@@ -99,7 +99,7 @@ def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: Stores
 def _check_drafting(source: Path, decoding: DecodeConfig, stores: StoresConfig) -> None:
     """Raise if the model has no tokenizer, or if a named store does not fit the tokenizer."""
     tokenizer = load_tokenizer(ModelConfig(str(source)))
-    Library(str(source), tokenizer, None, stores).check_named(decoding.databases)
+    StoreOpener(str(source), tokenizer, None, stores).check_named(decoding.databases)
 
 
 def _check_destination(out: Path) -> None:
@@ -246,7 +246,7 @@ def _documents(
     tokenizer: PreTrainedTokenizerBase, model: Checkpoint | None, stores: StoresConfig, history: str
 ) -> tuple[list[Path], Iterator[Document], int]:
     """Return the folders to export, an iterator over their documents, and the documents' total number of tokens."""
-    found = Library("", tokenizer, model, stores).open()
+    found = StoreOpener("", tokenizer, model, stores).open()
     fingerprint = found.tokenizer or TokenizerFingerprint.of(tokenizer)
     contents = [StoreContents.of(store.folder) for store in found.opened.values()]
     kept = _history_folder(history, fingerprint, model)

@@ -69,7 +69,7 @@ def verify(
     finish_compiling()
     choose_threads(loaded.target, loading.threads)
     # The answers of a check must not enter the user's history.
-    store_set = loaded.library(stores).open_for(decoding, read_only=True)
+    store_set = loaded.store_opener(stores).open_for(decoding, read_only=True)
     drafter = drafter_for(decoding, loaded.target, store_set)
     verifier = Verifier(loaded, sampling, drafter, decoding.max_new_tokens, decoding.draft_tokens)
     print_stores(store_set)

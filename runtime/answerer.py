@@ -50,7 +50,7 @@ class Answerer:
         compile_ahead(model, decoding.method)
         self.loaded = load(model)
         refuse_settings(self.loaded.target.model.generation_config)
-        self.store_set = self.loaded.library(store_set).open_for(decoding)
+        self.store_set = self.loaded.store_opener(store_set).open_for(decoding)
         self._threads = model.threads
         self.decoding = decoding
         self.sampling = sampling

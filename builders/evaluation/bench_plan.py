@@ -259,7 +259,7 @@ class BenchPlan:
         loaded = load(self.model)
         finish_compiling()
         databases = "".join(letter for letter in SOURCE_LETTERS if chosen & {*methods_with(letter)})
-        store_set = loaded.library(self.store_set).open(databases)
+        store_set = loaded.store_opener(self.store_set).open(databases)
         if other_file:
             check_same_model(other_file, loaded)
         return loaded, store_set

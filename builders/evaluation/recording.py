@@ -25,7 +25,7 @@ from hdtool.runtime.core.engine_interface import PassLog, PassOptions, Verified,
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
-from hdtool.runtime.stores.library import Library
+from hdtool.runtime.stores.store_opener import StoreOpener
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load_stops, load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
@@ -132,7 +132,7 @@ class TurnReader:
 
 def open_stores(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, named: StoresConfig) -> StoreSet:
     """Open the stores to draft from, as if the model were loaded."""
-    return Library(model.name, tokenizer, checkpoint_of(model), named).open()
+    return StoreOpener(model.name, tokenizer, checkpoint_of(model), named).open()
 
 
 class RecordedLogits:

@@ -48,8 +48,8 @@ from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compiling
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.kernels.machine import device_name, dtype_name, machine
-from hdtool.runtime.stores.library import Library
 from hdtool.runtime.stores.model_store import rankings_in
+from hdtool.runtime.stores.store_opener import StoreOpener
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.target.threads import choose_threads
@@ -240,7 +240,7 @@ class Stages:
         return self._open(StoresConfig(**folders_by_option))
 
     def _open(self, stores: StoresConfig) -> StoreSet:
-        return Library(self._plan.model.name, self._tokenizer, self._checkpoint, stores).open()
+        return StoreOpener(self._plan.model.name, self._tokenizer, self._checkpoint, stores).open()
 
     @cached_property
     def _held_out(self) -> list[list[RecordedTurn]]:

@@ -45,7 +45,7 @@ from hdtool.runtime.model.transformers_internals import (
     processor_of_row,
     use_masked_attention,
 )
-from hdtool.runtime.stores.library import Library
+from hdtool.runtime.stores.store_opener import StoreOpener
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, ends_of
 from hdtool.runtime.target.target import Target
@@ -166,7 +166,7 @@ class Generator:
         """
         config = decoding or DecodeConfig()
         # Raises errors of named stores here, and not in the first call.
-        Library("", tokenizer, None, store_set or StoresConfig()).check_named(config.databases)
+        StoreOpener("", tokenizer, None, store_set or StoresConfig()).check_named(config.databases)
         if config.method in HIERARCHIES:
             start_compiling(DRAFTER)
 
@@ -175,7 +175,7 @@ class Generator:
         def make(target: Target, rows: int) -> list[Drafter]:
             if target not in opened:  # all drafters of a target share its history
                 loaded = Loaded("", target, tokenizer, checkpoint_in_memory(target.model))
-                opened[target] = loaded.library(store_set).open_for(config)
+                opened[target] = loaded.store_opener(store_set).open_for(config)
             batched = replace(config, batch_size=rows)
             return deferred(config.method, lambda: drafters_for(batched, target, opened[target]), rows)
 

@@ -29,7 +29,7 @@ from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE, MinProbability
-from hdtool.runtime.stores.library import Library
+from hdtool.runtime.stores.store_opener import StoreOpener
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import served_checkpoint
 
@@ -205,6 +205,6 @@ def drafters_of(server_args: Any, budget: Budget) -> Callable[[], Drafter]:
     checkpoint = served_checkpoint(weights, server_args.revision)
     tenant = Tenant.served([server_args.served_model_name or model], model, settings.stores.namespace or None)
     tenant = replace(tenant, namespace=tenant.name or None)
-    store_set = Library(model, tokenizer, checkpoint, settings.stores, tenant).open_for(decoding)
+    store_set = StoreOpener(model, tokenizer, checkpoint, settings.stores, tenant).open_for(decoding)
     LOGGER.info("hdtool drafts from %s", store_set)
     return lambda: drafter_with_budget(lambda: budget, decoding, store_set)

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from hdtool.data.stores.tenant import Tenant
     from hdtool.runtime.config.decoding import StoresConfig
-    from hdtool.runtime.stores.library import Library
+    from hdtool.runtime.stores.store_opener import StoreOpener
 
 T = TypeVar("T")
 
@@ -78,15 +78,15 @@ class Loaded:
     checkpoint: Checkpoint | None = None
     """Checkpoint that the model was loaded from, which identifies the model's stores; None if unknown."""
 
-    def library(self, config: StoresConfig | None = None, tenant: Tenant | None = None) -> Library:
-        """Return the library that opens the model's stores and history; ``config`` may name stores."""
+    def store_opener(self, config: StoresConfig | None = None, tenant: Tenant | None = None) -> StoreOpener:
+        """Return what opens the model's stores and history; ``config`` may name stores."""
         # Imported here, because loading a model needs neither stores nor the libraries that read them.
         from hdtool.runtime.config.decoding import StoresConfig
         from hdtool.runtime.model.model_fingerprint import fingerprint
-        from hdtool.runtime.stores.library import Library
+        from hdtool.runtime.stores.store_opener import StoreOpener
 
         weights = partial(fingerprint, self.target.model)
-        return Library(self.name, self.tokenizer, self.checkpoint, config or StoresConfig(), tenant, weights)
+        return StoreOpener(self.name, self.tokenizer, self.checkpoint, config or StoresConfig(), tenant, weights)
 
     @property
     def stops(self) -> frozenset[int]:

@@ -55,7 +55,7 @@ def main() -> None:
     loaded = load(ModelConfig(options.model))
     prompt = read_prompts(demo.TASKS)[options.task]
     config = DecodeConfig(draft_tokens=options.draft_tokens)
-    drafter = DrawnTrees(FreshDrafters(loaded.target, loaded.library().open())(config), loaded.tokenizer)
+    drafter = DrawnTrees(FreshDrafters(loaded.target, loaded.store_opener().open())(config), loaded.tokenizer)
     ids = encode_conversation(loaded.tokenizer, prompt.messages)
     request = plan_answer(loaded, SamplingConfig(), ids, options.tokens).request(None, drafter)
     for _ in decode_request(loaded.target, request):

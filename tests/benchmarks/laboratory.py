@@ -151,7 +151,7 @@ def method_contender(
     loaded: Loaded, decoding: DecodeConfig, stores: StoresConfig = NO_STORES, sampling: SamplingConfig | None = None
 ) -> DraftingContender:
     """Return one of hdtool's methods as a contender whose drafters start empty."""
-    new = FreshDrafters(loaded.target, loaded.library(stores).open(decoding.databases))
+    new = FreshDrafters(loaded.target, loaded.store_opener(stores).open(decoding.databases))
     return drafting(loaded, lambda: new(decoding), decoding.max_new_tokens, sampling)
 
 

@@ -38,7 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     loaded = load(options.model)
-    stores = loaded.library(StoresConfig(model_db=options.model_db, corpus_db="none")).open()
+    stores = loaded.store_opener(StoresConfig(model_db=options.model_db, corpus_db="none")).open()
     cases: list[tuple[str, int | None]] = [("ar", None), ("hd", None), ("hd", 0), ("mtp", None), ("hd+mtp", None)]
     cases += [(method, passes) for method in ("mtp", "hd+mtp") for passes in PASSES]
     every = demo_prompts(loaded)

@@ -124,7 +124,7 @@ def _with_hdtool(model: ModelConfig, options: argparse.Namespace) -> Lineup:
                 raise
             first.missing.append(f"hdtool, {activations}: {error}")
             continue
-        store_set = loaded.library(stores).open()
+        store_set = loaded.store_opener(stores).open()
         factory = ContenderFactory(loaded, store_set, config, decoding, sampling)
         if first is None:
             first = Lineup(loaded, notes=[f"hdtool drafts from {store_set}"])

@@ -130,7 +130,7 @@ def test_a_server_of_a_namespace_keeps_its_history_there(loaded: Loaded, tmp_pat
 def test_the_history_of_a_namespace_is_its_own_in_python_too(loaded: Loaded) -> None:
     config = DecodeConfig(history="home")
     chosen = StoresConfig("none", "none", "acme")
-    opened = loaded.library(chosen).open_for(config)
+    opened = loaded.store_opener(chosen).open_for(config)
     history = opened.history
     assert history and history.store and loaded.checkpoint and opened.tokenizer
     assert history.store.folder == history_at_home(loaded.checkpoint.fingerprint, opened.tokenizer, "acme")

@@ -58,7 +58,9 @@ class Tenants:
     def __init__(self, loaded: Loaded, decoding: DecodeConfig, stores: StoresConfig, names: list[str]) -> None:
         self._decoding = decoding
         tenants = {name: Tenant.of_key(name, stores.namespace) for name in names}
-        self.store_sets = {name: loaded.library(stores, tenant).open_for(decoding) for name, tenant in tenants.items()}
+        self.store_sets = {
+            name: loaded.store_opener(stores, tenant).open_for(decoding) for name, tenant in tenants.items()
+        }
         self._free_drafters: dict[str, list[tuple[Drafter, Sequence[int]]]] = {name: [] for name in names}
         """The free drafters of each tenant, each with its last prompt."""
         size = decoding.batch_size

@@ -24,7 +24,7 @@ from hdtool.runtime.config.decoding import HOME, StoresConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.integrations.vllm.settings import CUSTOM_CLASS_METHOD, PROPOSER, VllmSettings
-from hdtool.runtime.stores.library import Library
+from hdtool.runtime.stores.store_opener import StoreOpener
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import served_checkpoint
 
@@ -217,7 +217,7 @@ class Launch:
         checkpoint = served_checkpoint(weights, self._known.revision)
         tenant = Tenant.served(self._known.served_model_name or (), model, stores.namespace)
         self._tenant = tenant.name if serving.keeps_history else None
-        self._library = Library(model, tokenizer, checkpoint, stores, tenant)
+        self._library = StoreOpener(model, tokenizer, checkpoint, stores, tenant)
         self.store_set = self._library.open()
 
     def open_history(self) -> Path | None:

@@ -19,7 +19,7 @@ from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.integrations.vllm.cpu_repairs import repair_sampling
 from hdtool.runtime.integrations.vllm.settings import VllmSettings
 from hdtool.runtime.stores.history_store import History
-from hdtool.runtime.stores.library import Library
+from hdtool.runtime.stores.store_opener import StoreOpener
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import served_checkpoint
 
@@ -40,7 +40,7 @@ def open_drafter(vllm_config: Any) -> BatchDrafter:
         named_model = ModelConfig(model.model, trust_remote_code=model.trust_remote_code)
         checkpoint = served_checkpoint(named_model, model.revision)
         tenant = Tenant.served([model.served_model_name], model.model, settings.tenant)
-        library = Library(model.model, tokenizer, checkpoint, settings.stores, tenant)
+        library = StoreOpener(model.model, tokenizer, checkpoint, settings.stores, tenant)
         store_set = library.open()
         if settings.serving.keeps_history:
             read_only = not appends_history(vllm_config.parallel_config)

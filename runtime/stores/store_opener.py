@@ -1,4 +1,4 @@
-"""The way to the stores and the history of a model: ``Library(name, tokenizer, checkpoint, config).open()``."""
+"""Opens the stores and the history of a model: ``StoreOpener(name, tokenizer, checkpoint, config).open()``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Library:
-    """Opens the stores and the history that a model drafts from for a tenant; ``Loaded.library`` makes it, too."""
+class StoreOpener:
+    """Opens the stores and the history that a model drafts from for a tenant; ``Loaded.store_opener`` makes it, too."""
 
     name: str
     tokenizer: PreTrainedTokenizerBase
