@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape, StaticKVCache
-from hdtool.runtime.caches.library_views import SlotKVCache
 from hdtool.runtime.caches.states import KeptStates, SlotStates, States, StateShape
+from hdtool.runtime.caches.transformers_views import SlotKVCache
 from hdtool.runtime.core.tree import DraftTree
 
 

@@ -19,9 +19,9 @@ from transformers import modeling_gguf_pytorch_utils as library
 
 from hdtool.runtime.weights.gguf_file import GGUFFile
 from hdtool.runtime.weights.gguf_settings import GPT_OSS
-from hdtool.runtime.weights.library_names import stored_weights
 from hdtool.runtime.weights.stored_pieces import Piece
 from hdtool.runtime.weights.traced_conversions import traced
+from hdtool.runtime.weights.transformers_names import stored_weights
 from hdtool.runtime.weights.weight_store import StoredWeight, WeightStore
 
 

@@ -13,8 +13,8 @@ from hdtool.runtime.kernels.compact_weight import CompactWeight
 from hdtool.runtime.kernels.packed_matrix import packed_mxfp4, packs_mxfp4
 from hdtool.runtime.model.quantization import MXFP4, library_of
 from hdtool.runtime.weights.hub import weight_files
-from hdtool.runtime.weights.library_names import stored_weights
 from hdtool.runtime.weights.stored_pieces import Piece, tensors_of
+from hdtool.runtime.weights.transformers_names import stored_weights
 from hdtool.runtime.weights.weight_store import StoredWeight, WeightStore
 
 

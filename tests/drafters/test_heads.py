@@ -18,7 +18,7 @@ from hdtool.builders.heads.loss import LabelPositions, draft_labels, head_logits
 from hdtool.builders.heads.train import best_tree
 from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.caches.kv_cache import KVTensors, StaticKVCache
-from hdtool.runtime.caches.library_views import SlotKVCache
+from hdtool.runtime.caches.transformers_views import SlotKVCache
 from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.drafters.heads.checkpoint import load_heads, new_heads
 from hdtool.runtime.drafters.heads.modules import HeadsShape, ParallelHeads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hdtool.runtime.caches.library_views import KVLayer
+from hdtool.runtime.caches.transformers_views import KVLayer
 from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.session import Session
 from hdtool.runtime.target.target import Target

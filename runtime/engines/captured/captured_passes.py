@@ -11,16 +11,16 @@ import torch
 from hdtool.data.errors import error_reason
 from hdtool.data.notes import note
 from hdtool.runtime.caches.kv_cache import KVTensors
-from hdtool.runtime.caches.library_views import IndexedKVCache
 from hdtool.runtime.caches.moves import move_on_device
 from hdtool.runtime.caches.slots import Cache
+from hdtool.runtime.caches.transformers_views import IndexedKVCache
 from hdtool.runtime.core.engine_interface import PassOptions
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.engines.backend import Backend, BackendEngine, RunningPass
 from hdtool.runtime.engines.capture import is_out_of_memory, note_uncaptured
 from hdtool.runtime.engines.captured.fused_pass import fuse, triton_operations
-from hdtool.runtime.engines.captured.library_attention import TreeAttention
 from hdtool.runtime.engines.captured.static_steps import StaticSteps
+from hdtool.runtime.engines.captured.transformers_attention import TreeAttention
 from hdtool.runtime.engines.checks.probes import two_steps
 from hdtool.runtime.engines.reference.program_pass import ProgramPass
 from hdtool.runtime.engines.step_interface import StepOutput, StepPass
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.pass_inputs import StepTensors
 
 
-class LibraryPass:
+class TransformersPass:
     """A pass over draft trees through transformers' layers, optionally with hdtool's own attention.
 
     hdtool's ``attention`` reads only the slots' contexts. Without it, the attention of transformers reads a fixed
@@ -86,13 +86,13 @@ class LibraryPass:
         return recurrent.over_step(step, storage.states) if recurrent and storage.states else nullcontext()
 
 
-def library_passes(stock: StockModel, facts: ModelFacts) -> Iterator[LibraryPass]:
-    """Yield each ``LibraryPass`` to try to capture, the fastest first."""
+def transformers_passes(stock: StockModel, facts: ModelFacts) -> Iterator[TransformersPass]:
+    """Yield each ``TransformersPass`` to try to capture, the fastest first."""
     operations, windows = triton_operations(stock.device), stock.windows
     selects = any(shape.indexer for shape in facts.shapes)  # through the mask, which hdtool's attention ignores
     if operations and not selects and not any(window.chunk for window in windows):
-        yield LibraryPass(stock, facts.recurrent, TreeAttention(operations, windows))
-    yield LibraryPass(stock, facts.recurrent)
+        yield TransformersPass(stock, facts.recurrent, TreeAttention(operations, windows))
+    yield TransformersPass(stock, facts.recurrent)
 
 
 NOT_CAPTURED = "the steps of this model are not captured as CUDA graphs"
@@ -251,4 +251,4 @@ def passes_of(stock: StockModel, facts: ModelFacts) -> list[StepPass]:
     except torch.OutOfMemoryError:
         fused = None
         note("there is not enough GPU memory to merge weights for hdtool's own pass, so that steps are slower")
-    return [*filter(None, [fused]), *library_passes(stock, facts)]
+    return [*filter(None, [fused]), *transformers_passes(stock, facts)]

@@ -12,7 +12,7 @@ from torch.nn import ModuleList
 
 from hdtool.data.progress import with_progress
 from hdtool.runtime.caches.kv_cache import KVTensors
-from hdtool.runtime.caches.library_views import SlotKVCache
+from hdtool.runtime.caches.transformers_views import SlotKVCache
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import BackendEngine
 from hdtool.runtime.engines.checks.probes import PROOF_TREE, SHORT_CONTEXT, logits_of, some_context
