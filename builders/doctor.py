@@ -368,7 +368,7 @@ def decode_probe(method: str) -> tuple[list[int], int]:
         ModelConfig(dtype="float32", threads=torch.get_num_threads()),
         decoding,
         SamplingConfig(),
-        store_set=stores,
+        stores=stores,
     )
     for answer in answerer.all_answers([Prompt.from_text(PROBE_PROMPT)]):
         for _ in answer:

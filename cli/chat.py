@@ -21,7 +21,7 @@ def chat(
     loading: Annotated[ModelConfig, without().as_argument()],
     system: options.System = None,
     decoding: Annotated[DecodeConfig, without("batch_size", max_new_tokens=1024)],
-    store_set: Annotated[StoresConfig, without("namespace")],
+    stores: Annotated[StoresConfig, without("namespace")],
     sampling: SamplingConfig,
     stats: options.Stats = False,
     show_drafts: options.ShowDrafts = False,
@@ -37,7 +37,7 @@ def chat(
     from hdtool.runtime.answerer import Answerer
 
     quiet_libraries()
-    answerer = Answerer(loading, decoding, sampling, store_set=store_set)
+    answerer = Answerer(loading, decoding, sampling, stores=stores)
     if not has_chat_template(answerer.loaded.tokenizer):
         raise PromptError(
             f"{loading.name} has no chat template, so it cannot hold a conversation: name an instruction-tuned model, "

@@ -85,7 +85,7 @@ def export(
         ModelConfig, only("model", "gguf_file", "revision").described(model=options.REQUIRED_MODEL_HELP).as_argument()
     ],
     decoding: Annotated[DecodeConfig, DRAFTING],
-    store_set: Annotated[StoresConfig, without("namespace")],
+    stores: Annotated[StoresConfig, without("namespace")],
     as_json: options.JsonObject = False,
 ) -> None:
     """Export a model that drafts, or stores for SGLang.
@@ -103,17 +103,17 @@ def export(
 
     quiet_libraries()
     if to == SGLANG:
-        _export_corpus(loading, out, decoding.history, store_set, as_json=as_json)
+        _export_corpus(loading, out, decoding.history, stores, as_json=as_json)
     else:
-        _export_folder(loading, out, decoding, store_set, as_json=as_json)
+        _export_folder(loading, out, decoding, stores, as_json=as_json)
 
 
 def _export_folder(
-    loading: ModelConfig, out: Path, decoding: DecodeConfig, store_set: StoresConfig, *, as_json: bool
+    loading: ModelConfig, out: Path, decoding: DecodeConfig, stores: StoresConfig, *, as_json: bool
 ) -> None:
     from hdtool.builders.export import CODE_FILE, export
 
-    files = export(loading, out, decoding, store_set)
+    files = export(loading, out, decoding, stores)
     if as_json:
         print(json.dumps({"folder": str(out), "files": len(files), "code": CODE_FILE}, ensure_ascii=False))
         return

@@ -56,10 +56,8 @@ def demo(
 
     quiet_libraries()
     compile_ahead(loading, decoding.method)
-    loading, store_set, questions = _chosen_model(loading)
-    answerer = Answerer(
-        loading, replace(decoding, max_new_tokens=WARM_UP_TOKENS), SamplingConfig(), store_set=store_set
-    )
+    loading, stores, questions = _chosen_model(loading)
+    answerer = Answerer(loading, replace(decoding, max_new_tokens=WARM_UP_TOKENS), SamplingConfig(), stores=stores)
     finish_compiling()  # the first answer times threads and passes, which the compiler would slow down
     every = [*(read_prompts(demo_files.TASKS) if loading.model else ()), *read_prompts(questions)]
     _answer_once(answerer, every[-1])

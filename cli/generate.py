@@ -91,7 +91,7 @@ def generate(
     system: options.System = None,
     chat: options.Chat = None,
     decoding: DecodeConfig,
-    store_set: Annotated[StoresConfig, without("namespace")],
+    stores: Annotated[StoresConfig, without("namespace")],
     sampling: SamplingConfig,
     structure: GrammarConfig,
     tools: options.Tools = None,
@@ -129,7 +129,7 @@ def generate(
     from hdtool.runtime.config.draft_sources import SourceId
 
     quiet_libraries()
-    answerer = Answerer(loading, decoding, sampling, chat, store_set)
+    answerer = Answerer(loading, decoding, sampling, chat, stores)
     answerer.check_prompts(questions)
     if loading.model is None:
         tell('answering with the embedded toy model: hdtool generate MODEL "..." names another')

@@ -370,7 +370,7 @@ def report_bench(folder: Path, plan: BenchPlan, measured: BenchMeasurements) -> 
     replayed = measured.scores.reference or next(iter(answers))
     reader = TurnReader.of_model(plan.model, plan.chat)
     traces = bench_traces(plan.questions, answers[replayed])
-    store_set = open_stores(plan.model, reader.tokenizer, plan.store_set)
+    store_set = open_stores(plan.model, reader.tokenizer, plan.stores)
     study = Study([reader.turns(trace) for trace in traces], store_set, plan.decoding.draft_tokens)
     page_of = partial(bench_page, measured, study, replayed)
     write_report(folder, study, traces, reader.tokenizer, page_of)

@@ -41,7 +41,7 @@ class Answerer:
         decoding: DecodeConfig,
         sampling: SamplingConfig,
         chat: bool | None = None,
-        store_set: StoresConfig | None = None,
+        stores: StoresConfig | None = None,
         *,
         rankings: int = 0,
     ) -> None:
@@ -50,7 +50,7 @@ class Answerer:
         compile_ahead(model, decoding.method)
         self.loaded = load(model)
         refuse_settings(self.loaded.target.model.generation_config)
-        self.store_set = self.loaded.store_opener(store_set).open_for(decoding)
+        self.store_set = self.loaded.store_opener(stores).open_for(decoding)
         self._threads = model.threads
         self.decoding = decoding
         self.sampling = sampling

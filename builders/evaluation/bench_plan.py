@@ -174,7 +174,7 @@ class BenchPlan:
     model: ModelConfig = field(default_factory=ModelConfig)
     decoding: DecodeConfig = field(default_factory=DecodeConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    store_set: StoresConfig = field(default_factory=StoresConfig)
+    stores: StoresConfig = field(default_factory=StoresConfig)
     chat: bool | None = None
     spare: Sequence[Prompt] = ()
     """Questions for the warm-up, which are not measured."""
@@ -182,7 +182,7 @@ class BenchPlan:
     def options(self) -> dict[str, Any]:
         """Return the settings as recorded in ``run.json``; only a run with equal settings is resumed."""
         # ``self.bench`` comes last because its ``threads`` overrides the model's.
-        settings = recorded_settings(self.model, self.decoding, self.sampling, self.store_set, self.bench)
+        settings = recorded_settings(self.model, self.decoding, self.sampling, self.stores, self.bench)
         return settings | {"chat": self.chat, "questions": questions_hash(self.questions)}
 
     def at(self, temperature: float) -> BenchPlan:
@@ -259,7 +259,7 @@ class BenchPlan:
         loaded = load(self.model)
         finish_compiling()
         databases = "".join(letter for letter in SOURCE_LETTERS if chosen & {*methods_with(letter)})
-        store_set = loaded.store_opener(self.store_set).open(databases)
+        store_set = loaded.store_opener(self.stores).open(databases)
         if other_file:
             check_same_model(other_file, loaded)
         return loaded, store_set

@@ -120,7 +120,7 @@ class HdtoolModel(llm.Model):  # type: ignore[misc]  # llm is not installed for 
         settings = model, decoding, (stores := _settings(StoresConfig, options))
         if self._answerer is None or self._loaded_with != settings:
             self._answerer = None  # frees the memory of the model before another one is loaded
-            self._answerer, self._loaded_with = Answerer(model, decoding, sampling, store_set=stores), settings
+            self._answerer, self._loaded_with = Answerer(model, decoding, sampling, stores=stores), settings
         self._answerer.sampling = sampling
         self._answerer.decoding = replace(decoding, max_new_tokens=options.max_tokens or MAX_TOKENS)
         return self._answerer

@@ -199,7 +199,7 @@ def test_an_interrupted_answer_is_kept_and_an_empty_one_is_not(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     decoding = DecodeConfig(method="ar", max_new_tokens=12)
-    answerer = Answerer(ModelConfig(), decoding, SamplingConfig(), store_set=StoresConfig("none", "none"))
+    answerer = Answerer(ModelConfig(), decoding, SamplingConfig(), stores=StoresConfig("none", "none"))
     session = ChatSession(answerer)
     passes = [0]
     hook = answerer.loaded.target.model.register_forward_hook(lambda *_: interrupted_at(5))

@@ -96,7 +96,7 @@ def answers(
 ) -> list[Any]:
     decoding = DecodeConfig(method, MAX_NEW_TOKENS, draft_tokens=None if method == "ar" else nodes, batch_size=batch)
     sampling = SamplingConfig(temperature=temperature, seed=3)
-    answerer = Answerer(MODEL, decoding, sampling, store_set=NO_STORES)
+    answerer = Answerer(MODEL, decoding, sampling, stores=NO_STORES)
     found = []
     for answer in answerer.all_answers([asked_for(schema) for schema in schemas]):
         list(answer)
@@ -305,7 +305,7 @@ def test_what_the_schema_forces_is_drafted_by_the_grammar() -> None:
 @pytest.mark.parametrize("method", ["ar", "hd"])
 def test_other_notations(grammar: Grammar, pattern: str, method: str) -> None:
     decoding = DecodeConfig(method, MAX_NEW_TOKENS, draft_tokens=8 if method == "hd" else None)
-    answerer = Answerer(MODEL, decoding, SamplingConfig(), store_set=NO_STORES)
+    answerer = Answerer(MODEL, decoding, SamplingConfig(), stores=NO_STORES)
     prompt = Prompt(({"role": "user", "content": ASKED},), grammar=grammar)
     (answer,) = answerer.all_answers([prompt])
     assert re.fullmatch(pattern, "".join(answer))

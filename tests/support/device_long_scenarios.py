@@ -96,7 +96,7 @@ def grammars() -> Answers:
 
     def answered(model: ModelConfig, method: str, temperature: float, batch: int) -> list[str]:
         decoding = DecodeConfig(method, 60, draft_tokens=12 if method == "hd" else None, batch_size=batch)
-        answerer = Answerer(model, decoding, SamplingConfig(temperature=temperature, seed=3), store_set=NO_STORES)
+        answerer = Answerer(model, decoding, SamplingConfig(temperature=temperature, seed=3), stores=NO_STORES)
         asked = {"role": "user", "content": "Tom has 3 boxes with 12 pencils each. Answer in JSON."}
         prompts = [Prompt((asked,), grammar=Grammar.json_schema(JSON_SCHEMAS[schema])) for schema in SCHEMAS]
         return ["".join(answer) for answer in answerer.all_answers(prompts)]
