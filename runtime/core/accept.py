@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from hdtool.runtime.core.draws import NOT_FINITE
 from hdtool.runtime.core.engine_interface import Verified, Walk
+from hdtool.runtime.core.random_draws import NOT_FINITE
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import ROOT, UNDETERMINED, DraftTree
 from hdtool.runtime.core.walks import NO_FORCED_TOKENS, walk_argmax, walk_draws, walk_known, walk_ranked

@@ -24,7 +24,7 @@ from transformers import (
 
 from hdtool.data.errors import ModelError, PromptError
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.draws import (
+from hdtool.runtime.core.random_draws import (
     NOT_FINITE,
     UNDECIDED,
     WARPER_OPTIONS,

@@ -12,8 +12,8 @@ from transformers import LogitsProcessorList
 
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import accept
-from hdtool.runtime.core.draws import ALL_TOKENS, NOT_FINITE, UNDECIDED, WARPER_OPTIONS, DrawOptions, draw_row
 from hdtool.runtime.core.engine_interface import Verified
+from hdtool.runtime.core.random_draws import ALL_TOKENS, NOT_FINITE, UNDECIDED, WARPER_OPTIONS, DrawOptions, draw_row
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.core.walks import draw_ranked, ranked_for

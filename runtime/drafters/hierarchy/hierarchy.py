@@ -15,8 +15,8 @@ from hdtool.runtime.config.draft_sources import Evidence, SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.draws import ExponentialRace
 from hdtool.runtime.core.engine_interface import Verified
+from hdtool.runtime.core.random_draws import ExponentialRace
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.hierarchy.candidates import (
     MAX_HASHED_TOKENS,
