@@ -93,7 +93,7 @@ def _build(
 ) -> None:
     from hdtool.builders.stores.build_stores import BUILDS
     from hdtool.builders.stores.edit_store import note_on_models
-    from hdtool.cli.store_output import engine_for, open_documents, print_built, rankings_for
+    from hdtool.cli.store_output import executor_for, open_documents, print_built, rankings_for
     from hdtool.runtime.target.load import load_tokenizer
     from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
@@ -120,13 +120,15 @@ def _build(
         )
         on_models = partial(note_on_models, config=loading, checkpoint=model, command="" if loading.model else command)
     with (
-        engine_for(config) as engine,
-        open_documents(inputs, tokenizer, fingerprint, engine, kind, config.max_bad_fraction, on_models=on_models) as (
+        executor_for(config) as executor,
+        open_documents(
+            inputs, tokenizer, fingerprint, executor, kind, config.max_bad_fraction, on_models=on_models
+        ) as (
             sources,
             documents,
         ),
     ):
-        manifest = BUILDS[kind](folder, documents, fingerprint, sources, engine=engine, check=check, **settings)
+        manifest = BUILDS[kind](folder, documents, fingerprint, sources, executor=executor, check=check, **settings)
     print_built(folder, manifest, as_json=as_json)
 
 

@@ -25,7 +25,7 @@ from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.model import ModelConfig
 
 if TYPE_CHECKING:
-    from hdtool.builders.stores.build_engine import BuildEngine
+    from hdtool.builders.stores.build_executor import BuildExecutor
     from hdtool.data.documents import Document, InputFile
     from hdtool.data.stores.stores_at_home import StoredItem
     from hdtool.runtime.kernels.compiled import Ints
@@ -156,17 +156,17 @@ def source_lines(rows: Sequence[dict[str, Any]], in_words: Callable[[dict[str, A
 
 
 @contextmanager
-def engine_for(config: BuildConfig) -> Iterator[BuildEngine]:
-    """Open the build engine that the settings select, and close it on exit."""
+def executor_for(config: BuildConfig) -> Iterator[BuildExecutor]:
+    """Open the build executor that the settings select, and close it on exit."""
     if config.engine == "local":
-        from hdtool.builders.stores.build_engine import BuildEngine
+        from hdtool.builders.stores.build_executor import BuildExecutor
 
-        yield BuildEngine(config.workers)
+        yield BuildExecutor(config.workers)
         return
-    from hdtool.builders.stores.ray_engine import ray_engine
+    from hdtool.builders.stores.ray_executor import ray_executor
 
-    with ray_engine(config.address, config.workers) as engine:
-        yield engine
+    with ray_executor(config.address, config.workers) as executor:
+        yield executor
 
 
 @contextmanager
@@ -174,7 +174,7 @@ def open_documents(
     inputs: list[str],
     tokenizer: Any,
     fingerprint: TokenizerFingerprint,
-    engine: BuildEngine,
+    executor: BuildExecutor,
     kind: str,
     tolerance: float,
     *,
@@ -194,8 +194,8 @@ def open_documents(
         yield history.sources, iter(history)
         return
     source = RecordReader(find_inputs(others), answers_only=kind == MODEL_KIND, tolerance=tolerance)
-    engine.prepare(source)
-    documents = history.with_others(engine.documents(source, tokenizer))
+    executor.prepare(source)
+    documents = history.with_others(executor.documents(source, tokenizer))
     yield [*history.sources, *source.sources], documents
     print_left_out(source.tally)
     if on_models and (note := on_models(source.tally.models)):

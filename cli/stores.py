@@ -184,7 +184,7 @@ def add(
         raise OptionError("nothing to add: name FILES, or give --rankings")
 
     from hdtool.builders.stores import edit_store as rework
-    from hdtool.builders.stores.build_engine import BuildEngine
+    from hdtool.builders.stores.build_executor import BuildExecutor
     from hdtool.builders.stores.edit_store import note_on_models
     from hdtool.runtime.target.load import load_tokenizer
     from hdtool.runtime.target.store_tokenizer import model_of_store
@@ -204,7 +204,7 @@ def add(
         require_store(before, store, MODEL_KIND, mark)
         ranked = rankings_for(loading, mark)
     on_models = partial(note_on_models, config=loading, checkpoint=before.model) if before.model else None
-    with open_documents(inputs or [], tokenizer, mark, BuildEngine(), kind, tolerance, on_models=on_models) as (
+    with open_documents(inputs or [], tokenizer, mark, BuildExecutor(), kind, tolerance, on_models=on_models) as (
         sources,
         documents,
     ):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from hdtool.builders.stores.build_engine import BuildEngine
+from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
 from hdtool.builders.stores.sequences import encode_texts, tokenized
 from hdtool.data import demo
@@ -46,7 +46,11 @@ def stores_of_real_model(loading: ModelConfig) -> StoresConfig:
         build_model_store(folder / "model", answered, fingerprint, [answers], top_k=SEQUENCES_PER_LENGTH, model=model)
     if not _is_current(folder / "corpus", fingerprint, texts, None):
         build_corpus_index(
-            folder / "corpus", _retokenized(corpus, tokenizer), fingerprint, [texts], engine=BuildEngine(1, quiet=True)
+            folder / "corpus",
+            _retokenized(corpus, tokenizer),
+            fingerprint,
+            [texts],
+            executor=BuildExecutor(1, quiet=True),
         )
     return StoresConfig(model_db=str(folder / "model"), corpus_db=str(folder / "corpus"))
 

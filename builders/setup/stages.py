@@ -23,7 +23,7 @@ from hdtool.builders.setup.replays import Overhead, replay_by_source, replay_wit
 from hdtool.builders.setup.setup_stores import SetupStores
 from hdtool.builders.setup.verdict import doubted
 from hdtool.builders.setup.work_folder import LearnedPart, WorkFolder, learned_name
-from hdtool.builders.stores.build_engine import BuildEngine
+from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store, vocabulary_rankings
 from hdtool.builders.stores.edit_store import add, note_on_models
 from hdtool.builders.stores.sequences import tokenized
@@ -325,7 +325,7 @@ class Stages:
             tokenized(reading, self._tokenizer),
             self._fingerprint,
             sources,
-            engine=BuildEngine(),
+            executor=BuildExecutor(),
             check=self._stores.replacement_check(kind),
         )
         tell(*reading.tally.left_out())
@@ -366,7 +366,7 @@ class Stages:
                 tokenized(reading, self._tokenizer),
                 self._fingerprint,
                 reading.sources,
-                engine=BuildEngine(),
+                executor=BuildExecutor(),
                 model=self._checkpoint,
                 rankings=self._known_rankings(),
             )

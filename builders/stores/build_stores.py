@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hdtool.builders.stores.build_engine import BuildEngine, ShardFiles
+from hdtool.builders.stores.build_executor import BuildExecutor, ShardFiles
 from hdtool.builders.stores.sequences import CountedDocuments, DocumentFile, table_size
 from hdtool.data.documents import Document, InputFile, stored_documents, token_type
 from hdtool.data.errors import StoreError
@@ -159,12 +159,12 @@ def build_corpus_index(
     sources: Sequence[InputFile],
     *,
     shard_bytes: int = BuildConfig.shard_bytes,
-    engine: BuildEngine | None = None,
+    executor: BuildExecutor | None = None,
     check: FolderCheck | None = None,
 ) -> Manifest:
     """Build a corpus index of ``documents``, atomically replacing any store in ``folder``.
 
-    ``engine`` sorts the shards; by default, one local process per core does. ``check`` is called with the folder and
+    ``executor`` sorts the shards; by default, one local process per core does. ``check`` is called with the folder and
     raises if the existing store must not be replaced.
     """
     end = tokenizer.vocab_size
@@ -177,7 +177,7 @@ def build_corpus_index(
         text, suffixes, heads, prefixes = map(build.path, ("documents", "suffixes", "heads", "signposts"))
         files = ShardFiles(text, suffixes, heads, prefixes, width, end)
         files.create()
-        (engine or BuildEngine(quiet=True)).sort(files, shards)
+        (executor or BuildExecutor(quiet=True)).sort(files, shards)
         np.array(shards, np.int64).tofile(build.path("shards"))
         tokens = sum(shard.suffixes for shard in shards)
         counts = {"tokens": tokens, "documents": file.documents, "shards": len(shards)}
@@ -211,7 +211,7 @@ def build_model_store(
     *,
     top_k: int = BuildConfig.top_k,
     per_key: int = BuildConfig.per_key,
-    engine: BuildEngine | None = None,
+    executor: BuildExecutor | None = None,
     model: Checkpoint | None = None,
     rankings: Ints | None = None,
     check: FolderCheck | None = None,
@@ -239,7 +239,7 @@ def build_model_store(
         kind = token_type(end)
         # np.memmap rejects an empty file.
         tokens = np.asarray(np.memmap(text, kind, "r")) if file.size else np.empty(0, kind)
-        mined = (engine or BuildEngine(quiet=True)).mine(CountedDocuments(tokens, end), top_k, per_key)
+        mined = (executor or BuildExecutor(quiet=True)).mine(CountedDocuments(tokens, end), top_k, per_key)
         ngrams = len(NGRAM_KINDS) * min(top_k, len(tokens))
         with writing(build.path(RECORD_PART), end, tokens.nbytes, file.documents + ngrams) as record:
             record.put_documents(stored_documents(tokens, end))

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.builders.stores.build_engine import BuildEngine
+from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index
 from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.documents import Document, InputFile, stored_documents
@@ -79,7 +79,7 @@ def measure(real: str, size: int, place: str, mark: TokenizerFingerprint, shard_
     started = time.perf_counter()
     walked = synthetic(index, size)
     made = build_corpus_index(
-        folder, walked, mark, [InputFile("walk", "0")], shard_bytes=shard_bytes, engine=BuildEngine(1)
+        folder, walked, mark, [InputFile("walk", "0")], shard_bytes=shard_bytes, executor=BuildExecutor(1)
     )
     seconds = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

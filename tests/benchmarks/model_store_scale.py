@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hdtool.builders.stores.build_engine import SEQUENCE_LENGTHS
+from hdtool.builders.stores.build_executor import SEQUENCE_LENGTHS
 from hdtool.builders.stores.build_stores import build_model_store
 from hdtool.builders.stores.sequences import CountedDocuments, most_frequent_in_part, part_count
 from hdtool.data.documents import Document, InputFile, token_type

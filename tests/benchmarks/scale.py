@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.builders.stores.build_engine import SORT_MEMORY_FACTOR, BuildEngine
+from hdtool.builders.stores.build_executor import SORT_MEMORY_FACTOR, BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index
 from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.documents import Document, InputFile
@@ -129,7 +129,7 @@ def measure(corpus: Path, model: str | None, shards: list[int], place: Path) -> 
     heads = "sorting, s of a core", "bytes a token", "look-up p50, µs", "p99, µs", "pages a cold look-up"
     table = Table("shards", *heads)
     # Warm-up: compiles the kernels.
-    build_corpus_index(place / "first", documents[:50], mark, [InputFile("a", "")], engine=BuildEngine(1))
+    build_corpus_index(place / "first", documents[:50], mark, [InputFile("a", "")], executor=BuildExecutor(1))
     times, pages, sort, size = {}, {}, 0.0, 0.0
     for wanted in shards:
         folder, width = place / str(wanted), 2 if mark.vocab_size < 2**16 else 4
@@ -151,8 +151,8 @@ def sorted_in(
     folder: Path, documents: list[Document], mark: TokenizerFingerprint, shard_bytes: int
 ) -> tuple[float, Any]:
     started = cpu_seconds()
-    engine = BuildEngine(1)
-    made = build_corpus_index(folder, documents, mark, [InputFile("a", "")], shard_bytes=shard_bytes, engine=engine)
+    executor = BuildExecutor(1)
+    made = build_corpus_index(folder, documents, mark, [InputFile("a", "")], shard_bytes=shard_bytes, executor=executor)
     return cpu_seconds() - started, made
 
 

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hdtool.builders.export import REPLACEMENT, count_preserved_tokens, export_corpus, text_of
-from hdtool.builders.stores.build_engine import BuildEngine
+from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
 from hdtool.builders.stores.edit_store import StoreContents
 from hdtool.cli.app import run
@@ -42,7 +42,7 @@ def ids(tokenizer: Any, text: str) -> list[int]:
 def index(folder: Path, tokenizer: Any, documents: list[list[int]]) -> Path:
     given = (Document(document) for document in documents)
     mark = TokenizerFingerprint.of(tokenizer)
-    build_corpus_index(folder, given, mark, [InputFile("some", "0")], engine=BuildEngine(1))
+    build_corpus_index(folder, given, mark, [InputFile("some", "0")], executor=BuildExecutor(1))
     return folder
 
 
@@ -205,5 +205,5 @@ class TestRefusals:
     ) -> None:
         mark = TokenizerFingerprint("other", len(tokenizer))
         given = (Document([1, 2]) for _ in range(2))
-        build_corpus_index(tmp_path / "store", given, mark, [InputFile("some", "0")], engine=BuildEngine(1))
+        build_corpus_index(tmp_path / "store", given, mark, [InputFile("some", "0")], executor=BuildExecutor(1))
         assert "another tokenizer" in self.fault(capfd, tmp_path / "c.jsonl", "--corpus-db", str(tmp_path / "store"))

@@ -30,10 +30,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(FOUND)
 # Ray's own libraries warn about themselves and leave sockets to the collector.
 pytestmark = pytest.mark.filterwarnings("default")
 
-from hdtool.builders.stores import ray_engine as engines  # noqa: E402
-from hdtool.builders.stores.build_engine import BuildEngine  # noqa: E402
+from hdtool.builders.stores import ray_executor as engines  # noqa: E402
+from hdtool.builders.stores.build_executor import BuildExecutor  # noqa: E402
 from hdtool.builders.stores.build_stores import BUILDS  # noqa: E402
-from hdtool.builders.stores.ray_engine import ray_engine  # noqa: E402
+from hdtool.builders.stores.ray_executor import ray_executor  # noqa: E402
 from hdtool.cli.app import run  # noqa: E402
 from hdtool.data.errors import ClusterError, RecordError  # noqa: E402
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint  # noqa: E402
@@ -82,13 +82,13 @@ def cluster() -> Iterator[Any]:
     made.shutdown()
 
 
-def build(kind: str, folder: Path, inputs: list[Path], engine: BuildEngine, tokenizer: Any = None) -> Manifest:
+def build(kind: str, folder: Path, inputs: list[Path], executor: BuildExecutor, tokenizer: Any = None) -> Manifest:
     mark_of = load_tokenizer(ModelConfig())
     reading = RecordReader(inputs, answers_only=kind == "model")
-    engine.prepare(reading)
-    documents, mark = engine.documents(reading, tokenizer or mark_of), TokenizerFingerprint.of(mark_of)
+    executor.prepare(reading)
+    documents, mark = executor.documents(reading, tokenizer or mark_of), TokenizerFingerprint.of(mark_of)
     options = {"shard_bytes": SHARD_BYTES} if kind == "corpus" else {"top_k": 900}
-    made = BUILDS[kind](folder, documents, mark, reading.sources, engine=engine, **options)
+    made = BUILDS[kind](folder, documents, mark, reading.sources, executor=executor, **options)
     assert reading.tally.bad == 1 and "b.jsonl:8: not valid JSON" in reading.tally.messages[0]
     return made
 
@@ -102,14 +102,14 @@ def content(manifest: Manifest) -> Any:
 @pytest.fixture(scope="module")
 def expected(inputs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("expected")
-    return {kind: content(build(kind, folder / kind, inputs, BuildEngine(1))) for kind in BUILDS}
+    return {kind: content(build(kind, folder / kind, inputs, BuildExecutor(1))) for kind in BUILDS}
 
 
 @pytest.mark.parametrize("kind", BUILDS)
 def test_a_cluster_builds_the_same_bytes(
     kind: str, cluster: Any, inputs: list[Path], expected: dict[str, Any], tmp_path: Path
 ) -> None:
-    with ray_engine(cluster.address, None) as engine:
+    with ray_executor(cluster.address, None) as engine:
         made = build(kind, tmp_path, inputs, engine)
     assert content(made) == expected[kind]
     assert kind == "model" or made.counts["shards"] > 10
@@ -121,7 +121,7 @@ def test_tables_too_small_for_a_part_change_nothing(
     monkeypatch.setattr(
         "hdtool.builders.stores.sequences.MAX_TABLE_SLOTS", 1 << 12
     )  # of this process: more and smaller parts
-    with ray_engine(cluster.address, None) as engine:
+    with ray_executor(cluster.address, None) as engine:
         assert content(build("model", tmp_path, inputs, engine)) == expected["model"]
 
 
@@ -145,7 +145,7 @@ def test_a_worker_that_dies_over_its_texts_costs_nothing(
     cluster: Any, inputs: list[Path], expected: dict[str, Any], tmp_path: Path
 ) -> None:
     deadly = DeadlyTokenizer(load_tokenizer(ModelConfig()), tmp_path / "killed")
-    with ray_engine(cluster.address, None) as engine:
+    with ray_executor(cluster.address, None) as engine:
         assert content(build("corpus", tmp_path / "store", inputs, engine, deadly)) == expected["corpus"]
     assert (tmp_path / "killed").exists()
 
@@ -169,7 +169,7 @@ def test_workers_killed_in_the_middle_cost_nothing(
                 except (psutil.Error, IndexError):
                     continue
 
-    with ray_engine(None, 2) as engine:
+    with ray_executor(None, 2) as engine:
         killer = threading.Thread(target=kill)
         killer.start()
         try:
@@ -266,7 +266,7 @@ def test_an_input_that_workers_do_not_see(cluster: Any) -> None:
         own = fcntl.fcntl(opened, fcntl.F_DUPFD, 900)  # a number that no worker has open
         reading = RecordReader([Path(f"/proc/self/fd/{own}")])
         with (
-            ray_engine(cluster.address, None) as engine,
+            ray_executor(cluster.address, None) as engine,
             pytest.raises(ClusterError, match=r"fd/9\d\d cannot be read by all workers: node .* does not see it"),
         ):
             engine.prepare(reading)
@@ -286,14 +286,14 @@ def test_too_many_bad_records(cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": 1}\n{broken\n')
     reading = RecordReader([tmp_path / "bad.jsonl"])
     with (
-        ray_engine(cluster.address, None) as engine,
+        ray_executor(cluster.address, None) as engine,
         pytest.raises(RecordError, match=r"2 of 3 records cannot be used, the first at .*bad.jsonl:2 "),
     ):
         list(engine.documents(reading, load_tokenizer(ModelConfig())))
 
 
 def test_a_shard_that_no_node_can_sort(cluster: Any, inputs: list[Path], tmp_path: Path) -> None:
-    with ray_engine(cluster.address, None) as engine, pytest.MonkeyPatch.context() as patch:
+    with ray_executor(cluster.address, None) as engine, pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "SORT_MEMORY_FACTOR", 1 << 40)
         with pytest.raises(ClusterError, match=r"no node of the Ray cluster offers more.*smaller --shard-bytes"):
             build("corpus", tmp_path, inputs, engine)
@@ -301,7 +301,7 @@ def test_a_shard_that_no_node_can_sort(cluster: Any, inputs: list[Path], tmp_pat
 
 
 def test_other_versions_on_a_node(cluster: Any, inputs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    with ray_engine(cluster.address, None) as engine:
+    with ray_executor(cluster.address, None) as engine:
         monkeypatch.setattr(engines, "_versions", lambda: "hdtool 0.0.0")
         with pytest.raises(ClusterError, match=r"has hdtool \S+, .* this process has hdtool 0.0.0"):
             engine.prepare(RecordReader(inputs))

@@ -49,7 +49,7 @@ def test_processes_begin_isolated() -> None:
             if isinstance(function, ast.FunctionDef) and any(map(BEGINS.match, names := calls(function))):
                 beginning.add(path.name)
                 assert names & GUARDS, f"{path}, {function.name}: data/processes.py says how a process begins"
-    assert beginning == {"build_engine.py", "compile_process.py", "launch.py", "ray_engine.py", "worker_pool.py"}
+    assert beginning == {"build_executor.py", "compile_process.py", "launch.py", "ray_executor.py", "worker_pool.py"}
 
 
 def test_an_isolated_python_leaves_the_current_folder_alone(traps: Traps) -> None:

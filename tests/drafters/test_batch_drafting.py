@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hdtool.builders.stores.build_engine import BuildEngine
+from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.stores.manifest import TokenizerFingerprint
@@ -31,7 +31,7 @@ PROMPTS = [[1, 2, 3, 4, 1, 2], [5, 6, 5, 7, 5], [8, 9, 8, 9, 8], [4, 3, 2, 4, 3]
 def corpus(tmp_path: Path) -> CorpusIndex:
     mark = TokenizerFingerprint("test", 20)
     documents = [Document([1, 2, 9, 5, 7, 3, 8, 9, 6, 4, 3, 1])] * 3
-    build_corpus_index(tmp_path, documents, mark, [InputFile("test", "")], engine=BuildEngine(1))
+    build_corpus_index(tmp_path, documents, mark, [InputFile("test", "")], executor=BuildExecutor(1))
     return CorpusIndex(tmp_path, mark)
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from hdtool.builders.evaluation.recording import accept_recorded
-from hdtool.builders.stores.build_engine import BuildEngine
+from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import StoreError
@@ -64,7 +64,7 @@ def stores_of(folder: Path, documents: Documents, vocabulary: int, shard_bytes: 
     mark, source = TokenizerFingerprint("test", vocabulary), [InputFile("test", "")]
     given = [Document(ids) for ids in documents]
     build_model_store(folder / "model", given, mark, source, top_k=40, per_key=3)
-    build_corpus_index(folder / "corpus", given, mark, source, shard_bytes=shard_bytes, engine=BuildEngine(1))
+    build_corpus_index(folder / "corpus", given, mark, source, shard_bytes=shard_bytes, executor=BuildExecutor(1))
     return ModelStore(folder / "model", mark), CorpusIndex(folder / "corpus", mark)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hdtool.builders.stores.build_engine import BuildEngine, suffix_array
+from hdtool.builders.stores.build_executor import BuildExecutor, suffix_array
 from hdtool.builders.stores.build_stores import build_corpus_index
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import StoreError
@@ -209,7 +209,7 @@ def test_several_workers_sort_what_one_does(tmp_path: Path) -> None:
             mark,
             [InputFile("a", "0")],
             shard_bytes=600,
-            engine=BuildEngine(workers),
+            executor=BuildExecutor(workers),
         )
         assert manifest.counts["shards"] > 2
         whole.append({part: file.sha256 for part, file in manifest.files.items()})

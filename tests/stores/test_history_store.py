@@ -25,7 +25,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hdtool.builders.stores import edit_store
-from hdtool.builders.stores.build_engine import BuildEngine
+from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
 from hdtool.builders.stores.edit_store import HistoryDocuments, drop_conversations, history_folders
 from hdtool.cli.store_output import verify_conversations
@@ -281,7 +281,7 @@ def test_no_build_replaces_a_history(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is a history store, a model store or a corpus index is needed"):
         edit_store.merge([tmp_path / "history"], tmp_path / "out")
     assert {path.name: path.read_bytes() for path in (tmp_path / "history").iterdir()} == before
-    build_corpus_index(tmp_path / "index", documents, MARK, source, engine=BuildEngine(1))
+    build_corpus_index(tmp_path / "index", documents, MARK, source, executor=BuildExecutor(1))
     with pytest.raises(StoreError, match="is of the kind corpus, a history store is needed: name another folder"):
         opened(tmp_path / "index")
 
@@ -825,7 +825,9 @@ def test_a_build_takes_conversations_as_documents(tmp_path: Path) -> None:
         ("chats", 20),
         ("more.jsonl", 1),
     ]
-    build_corpus_index(tmp_path / "index", [Document([1] * 9)], MARK, [InputFile("a", "0" * 64)], engine=BuildEngine(1))
+    build_corpus_index(
+        tmp_path / "index", [Document([1] * 9)], MARK, [InputFile("a", "0" * 64)], executor=BuildExecutor(1)
+    )
     edit_store.add(tmp_path / "index", iter(read), read.sources, MARK)
     assert read_manifest(tmp_path / "index").counts["documents"] == 41
     with pytest.raises(StoreError, match="answers in another tokenizer"):

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from hdtool.builders.stores import edit_store as rework
-from hdtool.builders.stores.build_engine import BuildEngine
+from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
 from hdtool.cli.inspect import inspect
 from hdtool.data.documents import Document, InputFile
@@ -56,7 +56,7 @@ def build(kind: str, folder: Path, number: int = 0) -> Manifest:
     sources = [InputFile("in/first.txt", "a" * 64), InputFile(f"in/{number}.txt", f"{number:064x}")]
     if kind == "model":
         return build_model_store(folder, documents, MARK, sources)
-    return build_corpus_index(folder, documents, MARK, sources, engine=BuildEngine(1))
+    return build_corpus_index(folder, documents, MARK, sources, executor=BuildExecutor(1))
 
 
 def contents(folder: Path) -> dict[str, object]:
@@ -220,14 +220,14 @@ def test_a_manifest_of_another_program_that_appears_during_a_build_stays(tmp_pat
         (tmp_path / MANIFEST).write_bytes(WEB_APP)
 
     with pytest.raises(StoreError, match="was written by another program meanwhile"):
-        build_corpus_index(tmp_path, documents(), MARK, [InputFile("a", "0")], engine=BuildEngine(1))
+        build_corpus_index(tmp_path, documents(), MARK, [InputFile("a", "0")], executor=BuildExecutor(1))
     assert (tmp_path / MANIFEST).read_bytes() == WEB_APP
 
 
 def test_names_that_are_no_text_are_recorded_escaped(tmp_path: Path) -> None:
     sources = [InputFile("in/\udcff.txt", "0"), InputFile("in/b.txt", "1")]
     documents = [Document([1, 2, 3], 0), Document([3, 2, 1], 1)]
-    written = build_corpus_index(tmp_path, documents, MARK, sources, engine=BuildEngine(1))
+    written = build_corpus_index(tmp_path, documents, MARK, sources, executor=BuildExecutor(1))
     assert read_manifest(tmp_path) == written
     assert written.sources[0].name == "in/\\udcff.txt"
     assert [share.name for share in rework.drop(tmp_path, "in/\udcff.txt").removed] == ["in/\\udcff.txt"]

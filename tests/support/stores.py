@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hdtool.builders.stores.build_engine import BuildEngine
+from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
@@ -18,7 +18,7 @@ def index_of(folder: Path, documents: Documents, vocabulary: int, shard_bytes: i
     mark = TokenizerFingerprint("test", vocabulary)
     sources = [InputFile("some", "0"), InputFile("more", "1")]
     given = (Document(ids, number * 2 // len(documents)) for number, ids in enumerate(documents))
-    build_corpus_index(folder, given, mark, sources, shard_bytes=shard_bytes, engine=BuildEngine(1))
+    build_corpus_index(folder, given, mark, sources, shard_bytes=shard_bytes, executor=BuildExecutor(1))
     return CorpusIndex(folder, mark)
 
 

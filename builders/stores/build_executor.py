@@ -1,4 +1,4 @@
-"""Build engines and the tasks they run: sorting shards and mining frequent sequences."""
+"""Build executors and the tasks they run: sorting shards and mining frequent sequences."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ PARALLEL_LENGTHS = 2
 """Number of sequence lengths counted in parallel. Counting is compiled code that releases the GIL."""
 
 
-class BuildEngine:
+class BuildExecutor:
     """Runs the tasks of a build on this machine: tokenizes in the tokenizer's threads, sorts in processes.
 
     Neither the order of the tasks nor the machines that run them affect the resulting store.

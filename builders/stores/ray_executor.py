@@ -1,4 +1,4 @@
-"""Build engine for a Ray cluster or for a local Ray instance.
+"""Build executor for a Ray cluster or for a local Ray instance.
 
 Workers read inputs by path and exchange everything else through Ray; only the driver process writes the store. A worker
 that dies leaves nothing on disk, and Ray retries its tasks.
@@ -19,10 +19,10 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hdtool.builders.stores.build_engine import (
+from hdtool.builders.stores.build_executor import (
     SEQUENCE_LENGTHS,
     SORT_MEMORY_FACTOR,
-    BuildEngine,
+    BuildExecutor,
     ShardFiles,
     SortedShard,
     sequence_groups,
@@ -59,8 +59,8 @@ T = TypeVar("T")
 
 
 @contextmanager
-def ray_engine(address: str | None, workers: int | None) -> Iterator[RayBuildEngine]:
-    """Yield an engine on the cluster at ``address``, or on ``workers`` cores of this machine; shut Ray down on exit."""
+def ray_executor(address: str | None, workers: int | None) -> Iterator[RayBuildExecutor]:
+    """Yield an executor on the cluster at ``address``, or on ``workers`` cores here; shut Ray down on exit."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -77,7 +77,7 @@ def ray_engine(address: str | None, workers: int | None) -> Iterator[RayBuildEng
         except Exception as error:  # ConnectionError, RuntimeError, ValueError and Ray's own errors
             raise _connection_error(address, error, output) from None
     try:
-        yield RayBuildEngine(ray, workers)
+        yield RayBuildExecutor(ray, workers)
     finally:
         ray.shutdown()
 
@@ -169,7 +169,7 @@ READER_OPTIONS: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": "SPREAD"
 Item = TypeVar("Item")
 
 
-class RayBuildEngine(BuildEngine):
+class RayBuildExecutor(BuildExecutor):
     """Runs builds on a Ray cluster."""
 
     def __init__(self, ray: Any, workers: int | None) -> None:
