@@ -72,7 +72,7 @@ def heads(name: str, folder: Path, capture: CaptureMaker) -> Made:
 
 
 Make = Callable[[Path, CaptureMaker], Made]
-KINDS: dict[str, Make] = {"eagle3": eagle, "mtp": mtp} | {name: partial(heads, name) for name in SEQUENTIAL}
+KINDS: dict[str, Make] = {"eagle3": eagle, "mtp": mtp, **{name: partial(heads, name) for name in SEQUENTIAL}}
 CAPTURES: dict[str, CaptureMaker] = {
     "eager": never,
     "rehearsed": lambda device: Rehearsed(),
