@@ -73,9 +73,9 @@ def evaluate(heads: Heads, target: FrozenTarget, examples: list[Example]) -> Eva
 
 
 def _ranks(logits: torch.Tensor, labels: torch.Tensor, has_label: torch.Tensor) -> Ints:
-    """Return the rank of each label in its head's logits, ``[heads, positions]``; -1 where there is no label.
+    """Return each label's rank in its head's logits, ``[heads, positions]``; -1 where ``has_label`` is False.
 
-    A token outside the draft vocabulary (label -1) ranks last.
+    A label of -1 stands for a token outside the draft vocabulary, which ranks last.
     """
     label_logits = logits.gather(-1, labels.clamp_min(0)[..., None])
     ranks = (logits > label_logits).sum(dim=-1).masked_fill(labels < 0, logits.shape[-1])

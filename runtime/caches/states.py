@@ -161,7 +161,7 @@ class StatesOfTree(Protocol):
 class KeptStates:
     """What a slot keeps of its sequence besides keys and values: nothing, unless a subclass says otherwise.
 
-    What subclasses keep can be cut to some lengths only.
+    Kept states can be rolled back to certain lengths only.
     """
 
     keeps_states = False

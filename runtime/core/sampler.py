@@ -231,7 +231,7 @@ class Sampler:
             raise ModelError(NO_NUMBERS)
 
     def _choose_allowed(self, row: torch.Tensor, mask: Mask) -> int:
-        """Return the token chosen among those that the mask allows, copying only their scores.
+        """Return the token chosen among those that the mask allows. Only their scores are copied.
 
         Return ``NOT_FINITE`` if the highest logit of the row, forbidden tokens included, is not finite.
         """

@@ -187,7 +187,7 @@ class LeadingTarget(Target):
 
 
 def repeat(target: Target, caches: dict[int, Cache], operation: str, number: int, *arguments: Any) -> None:
-    """Repeat an operation of the leader's target on the cache with this number."""
+    """Perform on this process's target what the leader has performed, on the cache with this number."""
     if operation == "allocate":
         caches[number] = target.allocate(*arguments)
     elif operation == "prefill":

@@ -222,7 +222,7 @@ def _memory(size: int) -> torch.Tensor:
 
 
 def _as_slice(numbers: npt.NDArray[np.int64]) -> Any:
-    """Return the numbers as a slice, which is copied faster, if they follow one another."""
+    """Return consecutive numbers as a slice, which copies faster; return others unchanged."""
     if not len(numbers) or (np.diff(numbers) != 1).any():
         return numbers
     return slice(numbers[0], numbers[-1] + 1)

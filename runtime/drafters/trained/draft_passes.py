@@ -124,7 +124,7 @@ class ReadingPasses:
             self._cache.slots[0].kv.length += new
 
     def _rank_last(self, hidden: torch.Tensor, extent: int, words: torch.Tensor) -> TopTokens:
-        """Read accepted tokens, given as ``_words`` returns them."""
+        """Read accepted tokens, given as ``_words`` returns them, and rank the tokens that may follow the last one."""
         last, (tokens, places) = words[:1], words[1:].view(2, -1)
         rows = CacheRows(self._cache.storage, places, extent, self._masks.causal_mask(places, extent))
         return self._ranked(tokens, hidden, last, rows)

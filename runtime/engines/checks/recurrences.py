@@ -152,8 +152,8 @@ class _RecurrenceCheck:
         """Return True if a pass over several tokens continues correctly from the states of earlier passes.
 
         Reading the last token separately must also give the logits of a single pass over the context, since the layers
-        of some models compute several tokens differently from a single one. Bounds of time steps do so for rare tokens,
-        which the context may lack.
+        of some models compute several tokens differently from a single one. Models that bound their time steps are
+        rejected without a pass: they differ for rare tokens alone, which the context may lack.
         """
         if self._facts.recurrent and self._facts.recurrent.bounds_prompts:
             return False

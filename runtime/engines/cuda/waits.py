@@ -40,7 +40,7 @@ def waits_refused() -> Iterator[None]:
 
 
 class _Functions(TorchFunctionMode):
-    """Refuses functions of torch that copy numbers of the host to the device."""
+    """Refuses torch functions that copy Python numbers or lists from the host to the device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (

@@ -113,7 +113,7 @@ class KeptTurns(StrictJson, extra="forbid"):
 
 
 class ContextEdit(StrictJson, extra="forbid"):
-    """A rule that removes thinking from earlier turns but keeps tool results."""
+    """A rule that removes thinking from all but the last ``keep`` turns with thinking; tool results stay."""
 
     type: Literal["clear_thinking_20251015"]
     keep: KeptTurns | Literal["all"] = KeptTurns(type="thinking_turns")
