@@ -69,11 +69,11 @@ PADDING_TOKEN = 0
 
 
 class PayingNodes(Budget):
-    """Verifies the nodes that pay in a batch of requests, up to a fixed number."""
+    """Verifies the nodes that pay in a batch of requests on a CPU, up to a fixed number."""
 
     def __init__(self, max_nodes: int) -> None:
         self._max_nodes = max_nodes
-        self.passes = MinProbability()
+        self.passes = MinProbability(on_cpu=True)
         self.requests = 1
         """Number of requests in the batch."""
 

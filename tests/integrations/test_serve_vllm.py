@@ -29,10 +29,10 @@ from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.integrations.vllm.cpu_repairs import expand_settings, with_rows_only
 from hdtool.runtime.integrations.vllm.launch import HOOK_FILE, Launch, require_hook
-from hdtool.runtime.integrations.vllm.proposer import COST, HierarchyProposer
+from hdtool.runtime.integrations.vllm.proposer import COST, HierarchyProposer, open_drafter
 from hdtool.runtime.integrations.vllm.settings import PROPOSER, VllmSettings
 from hdtool.runtime.target.load import load_tokenizer
-from tests.support.vllm_batch import worker
+from tests.support.vllm_batch import worker, worker_config
 
 MODEL = str(demo.MODEL)
 DEMO = read_manifest(demo.MODEL_STORE).model or pytest.fail("the demo's store names no model")
@@ -84,6 +84,15 @@ def test_a_worker_opens_the_stores_of_the_command() -> None:
     assert (drafter.store_set.model is None, drafter.store_set.corpus is None) == (False, True)
     assert drafter.min_probability.floor(1) == 0.5
     assert drafter.max_tables == 1
+
+
+def test_a_worker_on_a_cpu_expects_tokens_to_cost_more() -> None:
+    floors = []
+    for device in ("cuda", "cpu"):
+        config = worker_config()
+        config.device_config.device_type = device
+        floors.append(open_drafter(config).min_probability.floor(8))
+    assert floors == [8 / 264, 8 / 40]
 
 
 def test_a_worker_drafts_in_vllms_form() -> None:

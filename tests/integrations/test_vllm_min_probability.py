@@ -11,11 +11,9 @@ import pytest
 from hdtool.runtime.integrations.vllm.min_probability import MIN_FLOOR, NO_DRAFT_ABOVE, MinProbability
 
 
-def estimated(
-    rows: int, seconds: Callable[[int], float], passes: int = 300, min_probability: MinProbability | None = None
-) -> MinProbability:
-    """The estimate after simulated passes, which take ``seconds`` by their tokens and follow its own minimum."""
-    min_probability, chance = min_probability or MinProbability(), random.Random(1)
+def throughput(min_probability: MinProbability, rows: int, seconds: Callable[[int], float], passes: int) -> float:
+    """Tokens per second of simulated passes, which take ``seconds`` by their tokens and follow the minimum."""
+    chance, emitted, passed = random.Random(1), 0, 0.0
     for _ in range(passes):
         floor = min_probability.floor(rows)
         probs = [chance.random() for _ in range(4 * rows)]
@@ -23,6 +21,16 @@ def estimated(
         taken = sum(chance.random() < odd for odd in sent)
         tokens = rows + len(sent)
         min_probability.observe(rows, tokens, rows + taken, seconds(tokens) * chance.uniform(0.9, 1.1))
+        emitted, passed = emitted + rows + taken, passed + seconds(tokens)
+    return emitted / passed
+
+
+def estimated(
+    rows: int, seconds: Callable[[int], float], passes: int = 300, min_probability: MinProbability | None = None
+) -> MinProbability:
+    """The estimate after simulated passes."""
+    min_probability = min_probability or MinProbability()
+    throughput(min_probability, rows, seconds, passes)
     return min_probability
 
 
@@ -56,6 +64,22 @@ def test_the_prior_depends_on_the_batch() -> None:
     assert MinProbability().floor(1) == MIN_FLOOR
     assert MinProbability().floor(8) < 0.1
     assert MinProbability().floor(256) == 0.5
+
+
+def test_a_token_is_expected_to_cost_more_on_a_cpu() -> None:
+    assert MinProbability(on_cpu=True).floor(1) == pytest.approx(1 / 33)
+    assert MinProbability(on_cpu=True).floor(32) == 0.5
+    first = MinProbability(on_cpu=True)
+    first.observe(8, 8, 8, 0.1)
+    assert first.floor(8) == pytest.approx(0.2), "one pass says nothing of the cost of a token"
+
+
+@pytest.mark.parametrize("rows", [8, 32])
+def test_little_is_lost_while_a_cpus_costs_are_learned(rows: int) -> None:
+    """Where each token costs as much as the first, all drafts lose time, so plain decoding is the best."""
+    plain = 1000.0
+    unknown, on_cpu = (throughput(MinProbability(on_cpu=cpu), rows, lambda t: t / plain, 40) for cpu in (False, True))
+    assert on_cpu > max(unknown, 0.9 * plain)
 
 
 def test_the_estimate_extends_to_other_batch_sizes() -> None:

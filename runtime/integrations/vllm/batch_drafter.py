@@ -108,13 +108,16 @@ class BatchDrafter(Uncopyable):
         rows: int,
         max_length: int,
         vocabulary: int = UNLIMITED_VOCABULARY,
+        on_cpu: bool = False,
     ) -> None:
         """Batches have up to ``rows`` rows, contexts up to ``max_length`` tokens; token ids are below ``vocabulary``.
+
+        ``on_cpu`` is True if the target runs on a CPU.
 
         The history is that of the ``store_set``, else a history in memory if ``config`` asks for one, else None.
         """
         self.store_set = store_set
-        self.min_probability = MinProbability(config.min_draft_prob)
+        self.min_probability = MinProbability(config.min_draft_prob, on_cpu=on_cpu)
         self.max_tables = max(1, min(rows, (config.context_mib << 20) // CONTEXT_TABLE.itemsize))
         """Maximum number of context tables; requests without a table get no drafts."""
         self._max_length = max_length

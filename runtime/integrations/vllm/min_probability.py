@@ -16,8 +16,11 @@ MIN_FLOOR = 0.02
 """Lower bound on the minimum probability: less probable drafts cost more to find than they save."""
 NO_DRAFT_ABOVE = 0.9
 """Minimum probability above which nothing is drafted."""
-PRIOR_TOKENS = 256.0
-"""Prior number of tokens at which a pass takes twice as long as with one token."""
+PRIOR_TOKENS, PRIOR_TOKENS_ON_CPU = 256.0, 32.0
+"""Prior number of tokens at which a pass takes twice as long as with one token, on a GPU and on a CPU.
+
+A CPU computes more slowly, compared with how fast it reads weights.
+"""
 
 NO_TOKENS = np.empty(0, np.int64)
 
@@ -25,9 +28,10 @@ NO_TOKENS = np.empty(0, np.int64)
 class MinProbability:
     """Estimates from past passes the minimum probability at which a draft pays off; ``fixed`` replaces the estimate."""
 
-    def __init__(self, fixed: float | None = None) -> None:
+    def __init__(self, fixed: float | None = None, *, on_cpu: bool = False) -> None:
         self._fixed = fixed
-        self._cost = LinearCost(PRIOR_TOKENS)
+        self._prior_tokens = PRIOR_TOKENS_ON_CPU if on_cpu else PRIOR_TOKENS
+        self._cost = LinearCost(self._prior_tokens)
         self._rows, self._emitted = MovingAverage(PASS_LEARNING_RATE), MovingAverage(PASS_LEARNING_RATE)
         """Mean numbers of requests and of emitted tokens per pass."""
         self._last: tuple[float, Ints, Ints, Ints] = 0.0, NO_TOKENS, NO_TOKENS, NO_TOKENS
@@ -37,7 +41,7 @@ class MinProbability:
         if self._fixed is not None:
             return self._fixed
         if not self._cost.observed:
-            return max(MIN_FLOOR, rows / (PRIOR_TOKENS + rows))
+            return max(MIN_FLOOR, rows / (self._prior_tokens + rows))
         slope = self._cost.per_row
         seconds = max(self._cost.seconds + slope * (rows - self._rows.mean), slope * rows)
         return max(MIN_FLOOR, slope * rows * self._emitted.mean / self._rows.mean / seconds)

@@ -57,6 +57,7 @@ def open_drafter(vllm_config: Any) -> BatchDrafter:
         rows=vllm_config.scheduler_config.max_num_seqs,
         max_length=model.max_model_len,
         vocabulary=model.get_vocab_size(),
+        on_cpu=vllm_config.device_config.device_type == "cpu",
     )
 
 
