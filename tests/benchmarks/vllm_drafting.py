@@ -17,9 +17,11 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import cycle
 from multiprocessing import Pipe
 from pathlib import Path
 from statistics import median
@@ -39,8 +41,10 @@ from tests.vllm.engine import ROOT, drafting
 
 NGRAM_TOKENS = 8
 """Draft tokens per step of vLLM's ``ngram``, which has no default; hdtool's default."""
-QUESTIONS = {1: 8, 8: 16, 32: 64}
+QUESTIONS = {1: 8, 8: 32, 32: 128}
 """Number of questions by batch size."""
+LENGTHS = (0.5, 0.75, 1.0, 1.25, 1.5)
+"""Lengths of answers, in turn, as shares of the mean: with equal ones, only plain decoding would fill all slots."""
 WARM_UP_TOKENS = 16
 ENGINE = {
     "max_model_len": 512, "block_size": 32, "enable_prefix_caching": True, "max_num_seqs": 32,
@@ -128,7 +132,7 @@ class Engine:
     def measure(self, prompts: list[list[int]], batch: int, tokens: int) -> Run:
         """Answer the questions of a batch size."""
         before = self._counted
-        self._asked.send({"waves": [wave(prompts[: QUESTIONS[batch]], tokens)], "at a time": [batch]})
+        self._asked.send({"waves": [wave(prompts[: QUESTIONS[batch]], tokens, LENGTHS)], "at a time": [batch]})
         answered = self.wait()
         return Run(
             answered["ids"],
@@ -138,8 +142,11 @@ class Engine:
         )
 
 
-def wave(prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
-    return [{"prompt": prompt, "sampling": {"temperature": 0.0, "max_tokens": tokens}} for prompt in prompts]
+def wave(prompts: list[list[int]], tokens: int, lengths: Sequence[float] = (1.0,)) -> list[dict[str, Any]]:
+    return [
+        {"prompt": prompt, "sampling": {"temperature": 0.0, "max_tokens": max(1, round(share * tokens))}}
+        for prompt, share in zip(prompts, cycle(lengths), strict=False)
+    ]
 
 
 def print_batch(batch: int, rounds: dict[str, list[Run]]) -> None:
