@@ -28,7 +28,7 @@ MAX_INTERLEAVED_ROWS = (128 + GROUP - 1) // GROUP * GROUP
 
 _GROUP_OUT_FEATURES = {rows: 4 if rows == SMALL_GROUP else 2 for rows in GROUPS}
 """Matrix rows per tile, by the tile's number of input rows."""
-_add, _complete = partial_tile(_GROUP_OUT_FEATURES, last=False), partial_tile(_GROUP_OUT_FEATURES, last=True)
+_add, _complete = partial_tile(_GROUP_OUT_FEATURES, is_last=False), partial_tile(_GROUP_OUT_FEATURES, is_last=True)
 
 
 @compiled
@@ -79,8 +79,8 @@ def _multiply_together(
             group = size
     unpacked = line_after(memory.ctypes.data)
     sums = unpacked + BLOCK_OUT_FEATURES * MAX_TILE_COLUMNS * ITEM_SIZE
-    last = sums + (rows + GROUP - 1) // GROUP * GROUP * BLOCK_OUT_FEATURES * LANES * ITEM_SIZE
-    interleaved = last + GROUP * BLOCK_OUT_FEATURES * ITEM_SIZE
+    rest_outputs = sums + (rows + GROUP - 1) // GROUP * GROUP * BLOCK_OUT_FEATURES * LANES * ITEM_SIZE
+    interleaved = rest_outputs + GROUP * BLOCK_OUT_FEATURES * ITEM_SIZE
     for row in range(0, whole, GROUP):
         interleave(inputs + row * width, GROUP, columns, interleaved + row * width, GROUP)
     if whole < rows:
@@ -91,45 +91,46 @@ def _multiply_together(
         block_rows, to = min(BLOCK_OUT_FEATURES, out_features - out), outputs + out * ITEM_SIZE
         for column in range(0, columns, MAX_TILE_COLUMNS):
             block_columns = min(MAX_TILE_COLUMNS, columns - column)
-            final = column + block_columns == columns
-            block_at = matrix + out * stride + _bytes_before(column, block_size, columns, stride)
-            later = (
+            is_last = column + block_columns == columns
+            stored = matrix + out * stride + _bytes_before(column, block_size, columns, stride)
+            next_block = (
                 matrix + (out + block_rows) * stride
-                if final
-                else block_at + _bytes_before(block_columns, block_size, columns, stride)
+                if is_last
+                else stored + _bytes_before(block_columns, block_size, columns, stride)
             )
-            block, between = block_at, stride
+            block, row_stride = stored, stride
             if stride != width:  # float32 is read in place
-                block, between = unpacked, block_columns * ITEM_SIZE
-                call_unpack(kernels.unpack, (block_at, stride, block_rows, block_columns, unpacked))
+                block, row_stride = unpacked, block_columns * ITEM_SIZE
+                call_unpack(kernels.unpack, (stored, stride, block_rows, block_columns, unpacked))
             for row in range(0, rows, GROUP):
                 group_rows = GROUP if row < whole else group
-                read, kept = interleaved + row * width, sums + row * BLOCK_OUT_FEATURES * LANES * ITEM_SIZE
+                read, group_sums = interleaved + row * width, sums + row * BLOCK_OUT_FEATURES * LANES * ITEM_SIZE
                 read += column * group_rows * ITEM_SIZE
                 written, from_row = (
-                    (to + row * output_stride * ITEM_SIZE, output_stride) if row < whole else (last, block_rows)
+                    (to + row * output_stride * ITEM_SIZE, output_stride) if row < whole else (rest_outputs, block_rows)
                 )
-                before = row // GROUP * (BLOCK_OUT_FEATURES // 4)  # matrix rows already prefetched by earlier groups
-                far = later + before % BLOCK_OUT_FEATURES * stride + before // BLOCK_OUT_FEATURES * block_columns
+                fetched = row // GROUP * (BLOCK_OUT_FEATURES // 4)  # matrix rows already prefetched by earlier groups
+                far = next_block + fetched % BLOCK_OUT_FEATURES * stride + fetched // BLOCK_OUT_FEATURES * block_columns
                 near = read + group_rows * width
                 _multiply_group(
                     block,
-                    between,
+                    row_stride,
                     block_rows,
                     block_columns,
                     read,
                     written,
                     from_row,
-                    kept,
+                    group_sums,
                     group_rows,
                     column == 0,
-                    final,
+                    is_last,
                     near,
                     far,
                     stride,
                 )
         for row in range(whole, rows):
-            copy_floats(last + (row - whole) * block_rows * ITEM_SIZE, block_rows, to + row * output_stride * ITEM_SIZE)
+            read = rest_outputs + (row - whole) * block_rows * ITEM_SIZE
+            copy_floats(read, block_rows, to + row * output_stride * ITEM_SIZE)
 
 
 @compiled
@@ -149,25 +150,25 @@ def _multiply_group(
     output_stride: int,
     sums: int,
     group: int,
-    first: bool,
-    last: bool,
+    is_first: bool,
+    is_last: bool,
     near: int,
     far: int,
     far_stride: int,
 ) -> None:
     """Multiply rows of a float32 matrix by a group of interleaved input rows, over a range of columns.
 
-    ``first`` and ``last`` tell whether this is the first or last range; ``sums`` carries the sums in between. Each tile
-    prefetches one byte per column at ``near``, the next group of input rows, and at ``far``, matrix rows needed later.
+    ``is_first`` and ``is_last`` tell whether it is the first or last range; ``sums`` carries the sums in between. Each
+    tile prefetches one byte per column at ``near``, the next group of input rows, and at ``far``, later matrix rows.
     Two tiles share a prefetched matrix row, which spreads memory traffic over more groups.
     """
     features = 4 if group == SMALL_GROUP else 2
     for number in range(out_features // features):
-        later = far + number // 2 * far_stride
-        if last:
-            _complete(matrix, stride, columns, inputs, sums, first, outputs, output_stride, near, later, group)
+        far_row = far + number // 2 * far_stride
+        if is_last:
+            _complete(matrix, stride, columns, inputs, sums, is_first, outputs, output_stride, near, far_row, group)
         else:
-            _add(matrix, stride, columns, inputs, sums, first, outputs, output_stride, near, later, group)
+            _add(matrix, stride, columns, inputs, sums, is_first, outputs, output_stride, near, far_row, group)
         matrix += features * stride
         sums += features * group * LANES * ITEM_SIZE
         outputs += features * ITEM_SIZE

@@ -175,12 +175,12 @@ def tile(out_features: int, rows: int, *, interleaved: bool = False) -> Tile:
     return generate
 
 
-def partial_tile(out_features: Mapping[int, int], *, last: bool) -> Any:
-    """Return an intrinsic for a tile over a range of columns of a float32 matrix; ``last`` marks the final range.
+def partial_tile(out_features: Mapping[int, int], *, is_last: bool) -> Any:
+    """Return an intrinsic for a tile over a range of columns of a float32 matrix; ``is_last`` marks the final range.
 
     ``out_features`` maps each number of interleaved input rows, the intrinsic's last argument, to a number of matrix
     rows. ``stride`` is the distance between matrix rows in bytes. ``sums`` holds one vector per sum, carried from range
-    to range and ignored in the ``first``. The tile prefetches one byte per column at both ``near`` and ``far``.
+    to range and ignored if ``is_first``. The tile prefetches one byte per column at both ``near`` and ``far``.
     """
 
     @generated(*[types.int64] * 5, types.boolean, *[types.int64] * 5)
@@ -191,7 +191,7 @@ def partial_tile(out_features: Mapping[int, int], *, last: bool) -> Any:
         columns: Any,
         inputs: Any,
         sums: Any,
-        first: Any,
+        is_first: Any,
         outputs: Any,
         output_stride: Any,
         near: Any,
@@ -203,12 +203,12 @@ def partial_tile(out_features: Mapping[int, int], *, last: bool) -> Any:
             start = builder.inttoptr(sums, FLOAT.as_pointer())
             addresses = [code.gep(start, LANES * vector) for vector in range(features * number)]
             kept = [code.load(address, code.vector, ITEM_SIZE) for address in addresses]
-            before = [builder.select(first, _zero(code), sum_) for sum_ in kept]
+            before = [builder.select(is_first, _zero(code), sum_) for sum_ in kept]
             read = Numbers(code, type_of(FLOAT32), CACHE_LINE // LANES)
             totals = _sums(
                 code, read, matrix, stride, columns, inputs, before, number, interleaved=True, prefetched=(near, far)
             )
-            if last:
+            if is_last:
                 _write_totals(code, totals, number, outputs, output_stride)
             else:
                 for total, address in zip(totals, addresses, strict=True):
