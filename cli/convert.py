@@ -135,8 +135,8 @@ def _export_corpus(loading: ModelConfig, out: Path, history: str, stores: Stores
     for folder in exported.stores:
         tell(f"from {folder}")
     if lost := exported.lost_tokens:
-        of = count_of(exported.changed_documents, "document")
-        note(f"{count_of(lost, 'token')} of {of} come back as others when SGLang reads the text")
+        documents = count_of(exported.changed_documents, "document")
+        note(f"{count_of(lost, 'token')} of {documents} come back as others when SGLang reads the text")
     if empty := exported.empty_documents:
         note(f"{count_of(empty, 'document')} left out: no text remains")
     limit = exported.tokens if exported.tokens > DEFAULT_LIMIT else None

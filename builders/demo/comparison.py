@@ -96,7 +96,7 @@ class SideBySide:
             DRAFTED: lambda: partial(self._answered, self._new_drafter(self._decoding)),
         }
         (rows,) = Experiment(contenders, rounds, max_seconds=SECONDS_PER_QUESTION).rows([prompt])
-        last_turns = {name: [row.turns[-1] for row in of] for name, of in by_contender(rows).items()}
+        last_turns = {name: [row.turns[-1] for row in answered] for name, answered in by_contender(rows).items()}
         plain, drafted = (median_figures(last_turns[name], self._loaded.target.device) for name in contenders)
         last = last_turns[DRAFTED][-1]
         pieces = tuple(shown_pieces(self._loaded.tokenizer, last.output_ids, last.drafted_by))

@@ -216,7 +216,7 @@ def build_notes(surroundings: Mapping[str, Any]) -> list[str]:
     build = surroundings.get(BUILD_KEY)
     if build is None:
         return []
-    files = ", ".join(f"{name} on {of['file']} ({of['quantization']})" for name, of in build["files"].items())
+    files = ", ".join(f"{name} on {about['file']} ({about['quantization']})" for name, about in build["files"].items())
     version_note = f" (llama.cpp {build['llama_cpp_version']})" if build["llama_cpp_version"] else ""
     notes = [
         files,

@@ -342,7 +342,7 @@ class GuidedDrafter(WrappedDrafter):
             tree = tree.select(order)
             places = {int(node): place for place, node in enumerate(order)}
             chains, certain = (
-                {places.get(node, ROOT): tokens for node, tokens in of.items()} for of in (chains, certain)
+                {places.get(node, ROOT): tokens for node, tokens in by_node.items()} for by_node in (chains, certain)
             )
         tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
         for node in sorted(chains):  # nodes are sorted by descending probability

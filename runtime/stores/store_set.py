@@ -203,9 +203,9 @@ def _note_other_models(
         folder, store_model = others[0]
         more = f", and {len(others) - 1} more" if len(others) > 1 else ""
         whose = f"of {store_model.label}" if store_model else "of a model that it does not name"
-        of = model.label if model else "this model, whose files are not known"
+        wanted = model.label if model else "this model, whose files are not known"
         note(
-            f"there is no model store of {of}; {folder} holds answers {whose}{more}: hdtool build-model-db makes "
+            f"there is no model store of {wanted}; {folder} holds answers {whose}{more}: hdtool build-model-db makes "
             f"its own, --model-db {folder} drafts from that one, --model-db none from none"
         )
 

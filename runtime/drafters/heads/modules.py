@@ -366,7 +366,7 @@ class TrainingSteps:
         self._values.append(values)
         step = len(self._keys) - 1
         queries, places = self._places[:, None], self._places
-        masks = [places <= queries - step, *(places == queries - step + of for of in range(1, step + 1))]
+        masks = [places <= queries - step, *(places == queries - step + ahead for ahead in range(1, step + 1))]
         return torch.cat(self._keys, dim=-2), torch.cat(self._values, dim=-2), torch.cat(masks, dim=-1)
 
 
