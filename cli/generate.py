@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -48,7 +49,7 @@ def collect(
     tally = Tally()
     questions = with_structure(read_prompts(prompts, tolerance=reading.max_bad_fraction, tally=tally), structure, tools)
 
-    from hdtool.builders.collect import GenerationFile, collect as collected
+    from hdtool.builders.collect import GenerationFile, RankingRecorder, collect as collected
     from hdtool.cli.store_output import print_left_out
     from hdtool.data.progress import progress_bar
     from hdtool.runtime.answerer import Answerer
@@ -58,7 +59,8 @@ def collect(
     # Reject a file that cannot be resumed before loading the model.
     file = GenerationFile(out, loading, decoding, sampling, chat, recording.rankings)
     file.check(questions)
-    answerer = Answerer(loading, decoding, sampling, chat, rankings=recording.rankings)
+    new_observer = partial(RankingRecorder, recording.rankings) if recording.rankings else None
+    answerer = Answerer(loading, decoding, sampling, chat, new_observer=new_observer)
     answerer.check_prompts(questions)
     with progress_bar(len(questions), "prompts") as progress:
         for answered in collected(answerer, questions, file):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -17,8 +17,7 @@ from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.prefix_cache import PrefixCache
-from hdtool.runtime.core.ranking_recorder import RankingRecorder
-from hdtool.runtime.core.sequence import Request, room_for
+from hdtool.runtime.core.sequence import Observer, Request, room_for
 from hdtool.runtime.core.session import Session
 from hdtool.runtime.dialogues import Dialogue, Dialogues
 from hdtool.runtime.drafters.deferred import deferred
@@ -43,9 +42,9 @@ class Answerer:
         chat: bool | None = None,
         stores: StoresConfig | None = None,
         *,
-        rankings: int = 0,
+        new_observer: Callable[[], Observer] | None = None,
     ) -> None:
-        """``rankings`` is the number of the target's top tokens to record at each position of an answer."""
+        """``new_observer`` makes an observer of each answer's request."""
         check_decoding(decoding)
         compile_ahead(model, decoding.method)
         self.loaded = load(model)
@@ -55,7 +54,7 @@ class Answerer:
         self.decoding = decoding
         self.sampling = sampling
         self._chat = chat
-        self._rankings = rankings
+        self._new_observer = new_observer
         self._grammars = compiler_for(self.loaded)
 
     @cached_property
@@ -103,7 +102,7 @@ class Answerer:
         prediction = self._prediction(dialogue) if drafter.predicts else []
         plan = plan_answer(self.loaded, self.sampling, ids, decoding.max_new_tokens, self._guide(prompt))
         request = plan.request(dialogue, drafter, prediction, draft_tokens=decoding.draft_tokens)
-        return replace(request, observer=RankingRecorder(self._rankings)) if self._rankings else request
+        return replace(request, observer=self._new_observer()) if self._new_observer else request
 
     def _guide(self, prompt: Prompt) -> Guide | None:
         return self._grammars.guide(prompt.grammar) if prompt.grammar else None
