@@ -365,10 +365,7 @@ def decode_probe(method: str) -> tuple[list[int], int]:
     decoding = DecodeConfig(method, draft_tokens=PROBE_NODES, max_new_tokens=PROBE_TOKENS)
     stores = StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
     answerer = Answerer(
-        ModelConfig(dtype="float32", threads=torch.get_num_threads()),
-        decoding,
-        SamplingConfig(),
-        stores=stores,
+        ModelConfig(dtype="float32", threads=torch.get_num_threads()), decoding, SamplingConfig(), stores=stores
     )
     for answer in answerer.all_answers([Prompt.from_text(PROBE_PROMPT)]):
         for _ in answer:

@@ -10,6 +10,7 @@ from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from hdtool.builders.evaluation.bench import Bench, questions_hash, turn_count
@@ -25,7 +26,7 @@ from hdtool.builders.evaluation.llama_cpp_peer import (
     row_files,
 )
 from hdtool.builders.evaluation.scores import baseline_of
-from hdtool.builders.evaluation.threads import choose_shared_threads, set_num_threads
+from hdtool.builders.evaluation.threads import choose_shared_threads
 from hdtool.data.answered_questions import question_id
 from hdtool.data.bench_results import (
     BenchRun,
@@ -223,14 +224,18 @@ class BenchPlan:
     def _measure(self, folder: Path, threads: int | None) -> None:
         files = row_files(self.model, self.bench.llama_cpp_file)
         runnable = self._check_methods(files)
-        set_num_threads(threads)
+        if threads is not None:
+            torch.set_num_threads(threads)
         loaded, store_set = self._load(files.get(OTHER_FILE))
         methods = self._methods(loaded, store_set, runnable)
         rows = {name: files[name] for name in methods if name in LLAMA_CPP}
         lineup = ContenderFactory(loaded, store_set, self.model, self.decoding, self.sampling)
         lineup.choose_threads(methods, threads)
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        surroundings = describe_environment(loaded, store_set) | _llama_cpp_build(loaded, rows)
+        surroundings = describe_environment(loaded, store_set)
+        if rows:
+            build = describe_build(rows, on_gpu=loaded.target.device.type == "cuda")
+            surroundings |= {"llama_cpp": build["version"], BUILD_KEY: build}
         run = BenchRun(self.options(), methods, len(self.questions), surroundings, started)
         results = ResultFolder(folder, run, [question_id(question.id) for question in self.questions])
         contenders = lineup.contenders(methods, self.bench.assistant, rows)
@@ -287,11 +292,3 @@ class BenchPlan:
             bench.warm_up(warm_up, progress.advance)
             for answers in bench.answers(self.questions, results.answered, progress.advance):
                 results.add(answers)
-
-
-def _llama_cpp_build(loaded: Loaded, rows: Mapping[str, Path]) -> dict[str, Any]:
-    """Return what a run records about llama.cpp; empty if it has no contender."""
-    if not rows:
-        return {}
-    build = describe_build(rows, on_gpu=loaded.target.device.type == "cuda")
-    return {"llama_cpp": build["version"], BUILD_KEY: build}

@@ -13,12 +13,6 @@ from hdtool.runtime.target.target import Target
 from hdtool.runtime.target.threads import NODES, choose_threads, cpu_quota, fastest_threads, mean_seconds
 
 
-def set_num_threads(threads: int | None) -> None:
-    """Set torch's number of threads; None keeps the current number."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-
-
 def choose_shared_threads(target: Target, peer: PreTrainedModel | None, wanted: int | None = None) -> int:
     """Set the number of threads of all contenders, and return it: ``wanted`` or, if None, the one that suits the peer.
 

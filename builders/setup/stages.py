@@ -22,7 +22,7 @@ from hdtool.builders.setup.held_out_choice import choose_held_out, opening_hash
 from hdtool.builders.setup.replays import Overhead, replay_by_source, replay_with_model_store
 from hdtool.builders.setup.setup_stores import SetupStores
 from hdtool.builders.setup.verdict import doubted
-from hdtool.builders.setup.work_folder import LearnedPart, WorkFolder, learned_name
+from hdtool.builders.setup.work_folder import LearnedPart, WorkFolder, learned_name, remove_half
 from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store, vocabulary_rankings
 from hdtool.builders.stores.edit_store import add, note_on_models
@@ -373,7 +373,7 @@ class Stages:
             store_set = self._open(StoresConfig(model_db=str(half_folder), corpus_db=NO_STORE))
             half = replay_with_model_store(self._held_out, store_set, curve)
         finally:
-            self._folder.remove_half()
+            remove_half(self._folder.half)
         return [
             {"answers": manifest.counts["documents"], "tokens_per_step": half},
             {"answers": answers, "tokens_per_step": whole},

@@ -128,9 +128,6 @@ class WorkFolder:
             for path in written:
                 sync_to_disk(path)
 
-    def remove_half(self) -> None:
-        _remove_half(self.half)
-
     def finish(self, stage: str, result: dict[str, Any]) -> None:
         """Record that a stage is done, with the results that later stages and the verdict need."""
         self.stages[stage] = result
@@ -215,7 +212,7 @@ def remove_setup(item: StoredItem) -> None:
     with os_errors_as(ResultError, f"{folder} cannot be removed", "correct the permissions"):
         busy = ResultError(f"a setup is running in {folder}: wait for it")
         with file_lock(folder / SETUP_LOCK, busy, remove=True):
-            _remove_half(folder / HALF_STORE)
+            remove_half(folder / HALF_STORE)
             # Delete the results file last, so that a killed removal can be found and repeated.
             for path in sorted(_files(folder), key=lambda path: path.name == RESULTS_FILE):
                 path.unlink(missing_ok=True)
@@ -232,7 +229,7 @@ def _files(folder: Path) -> list[Path]:
     ]
 
 
-def _remove_half(folder: Path) -> None:
+def remove_half(folder: Path) -> None:
     if not folder.is_dir() or folder.is_symlink():
         return
     for name in (MANIFEST, STORE_LOCK):

@@ -167,9 +167,7 @@ class Sampler:
         return any(met) or token in stops
 
     def _only_mask(self, padding: Sequence[int]) -> Mask | None:
-        if len(self.pre_processors) != 1 or padding:
-            return None
-        (only,) = self.pre_processors
+        only = self.pre_processors[0] if len(self.pre_processors) == 1 and not padding else None
         return only if isinstance(only, Mask) else None
 
     def _own_draws(self, only_mask: Mask | None) -> DrawOptions | None:

@@ -25,7 +25,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from hdtool.builders.evaluation.threads import set_num_threads
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig
 from hdtool.runtime.core.tree import DraftTree
@@ -123,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--openvino", type=Path)
     parser.add_argument("--shapes", nargs="*", choices=SHAPES_OF_FILES, default=[])
     options = parser.parse_args(arguments)
-    set_num_threads(options.threads)
+    torch.set_num_threads(options.threads)
     clock = "wall clock" if options.threads > 1 else "CPU time"
     print(f"{machine(torch.device('cpu'))}; tokens per second of {clock}, and in brackets against llama.cpp\n")
     heads = [f"read {tokens}" for tokens in options.read] + [f"decode {options.decode}"]

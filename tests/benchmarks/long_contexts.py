@@ -15,9 +15,10 @@ import argparse
 from functools import partial
 from statistics import median
 
+import torch
+
 from hdtool.builders.evaluation.experiment import Answering, DecodedTurn, Figures, timed_turn
 from hdtool.builders.evaluation.random_models import load_shape
-from hdtool.builders.evaluation.threads import set_num_threads
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.chat import encode_conversation
 from hdtool.runtime.answer_plan import plan_answer
@@ -70,7 +71,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--shape", help="a shape of bench-shape, or a config.json, with the tokenizer of --model")
     options = parser.parse_args()
-    set_num_threads(options.threads)
+    torch.set_num_threads(options.threads)
     kinds = {"activations": options.activations} if options.device == "cpu" else {}
     config = ModelConfig(options.model, device=options.device, **kinds)
     loaded = load_shape(options.shape, config) if options.shape else load(config)

@@ -26,6 +26,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 
+import torch
+
 from hdtool.builders.evaluation.bench import Bench
 from hdtool.builders.evaluation.bench_plan import ContenderFactory
 from hdtool.builders.evaluation.contenders import Contender
@@ -40,7 +42,6 @@ from hdtool.builders.evaluation.llama_cpp_peer import (
     quantization_name,
 )
 from hdtool.builders.evaluation.scores import mean_speed
-from hdtool.builders.evaluation.threads import set_num_threads
 from hdtool.data import demo
 from hdtool.data.answered_questions import AnsweredQuestion, AnsweredTurn
 from hdtool.data.errors import HdtoolError
@@ -98,7 +99,7 @@ def entered(options: argparse.Namespace) -> Lineup:
     files = [*([own] if own else []), *options.llama_cpp_file]
     for file in options.llama_cpp_file:
         check_file(file)
-    set_num_threads(options.threads)
+    torch.set_num_threads(options.threads)
     lineup = _with_hdtool(model, options)
     for file in files:
         check_same_model(file, lineup.loaded)

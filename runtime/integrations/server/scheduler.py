@@ -214,7 +214,7 @@ class Scheduler:
         if job.is_cancelled:
             return
         try:
-            drafter = self._drafters[job] = self._take_drafter(job)
+            drafter = self._drafters[job] = self._tenants.take(job.tenant, job.prompt) if job.drafts else NoDraft()
         except Exception as error:  # failing to make a drafter must not end other answers
             traceback.print_exc(file=sys.stderr)
             job.deliver(_public_error(error))
@@ -226,9 +226,6 @@ class Scheduler:
             job.deliver(error)
             return
         self._session.submit(request)
-
-    def _take_drafter(self, job: AnswerJob) -> Drafter:
-        return self._tenants.take(job.tenant, job.prompt) if job.drafts else NoDraft()
 
     def _finish(self, job: AnswerJob) -> None:
         self._requests.pop(job, None)
