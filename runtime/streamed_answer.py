@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.core.sequence import Finish, Request, Stats, Step
-from hdtool.runtime.generation.text_stream import (
-    TextPiece,
-    TextStream,
-    before_stop,
-    cut_at_stop,
-    pieces_of,
-    text_of,
-)
+from hdtool.runtime.generation.text_stream import TextPiece, TextStream, before_stop, cut_at_stop, pieces_of, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

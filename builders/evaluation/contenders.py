@@ -10,11 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from hdtool.builders.evaluation.experiment import DecodedTurn, timed_turn
 from hdtool.builders.evaluation.timing import Stopwatch

@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import LogitsProcessor
 
-from hdtool.data.chat import (
-    encode_answer,
-    encode_text,
-    read_conversation,
-)
+from hdtool.data.chat import encode_answer, encode_text, read_conversation
 from hdtool.data.errors import HdtoolError, lone_surrogate
 from hdtool.data.prompts import Grammar, grammar_of, prediction_of, tools_of
 from hdtool.runtime.answer_plan import AnswerPlan, compiler_for, plan_answer
