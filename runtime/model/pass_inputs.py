@@ -175,7 +175,7 @@ class AttentionMasks:
         return self._by_kind(self._hiding(related, positions[None], columns[:extent]))
 
     def _hiding(self, related: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> list[torch.Tensor]:
-        """Return a mask per window, in which each row, at its position, sees the ``related`` columns inside the window."""
+        """Return a mask per window, in which each row, at its position, sees the ``related`` columns inside it."""
         visible = (window.visible(related, positions, columns).to(self._device) for window in self._windows)
         return [torch.where(shown, self._visible, self._hidden)[:, None] for shown in visible]
 

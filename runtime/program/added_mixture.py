@@ -13,7 +13,7 @@ from hdtool.runtime.program.mixer_parts import tensors_of
 from hdtool.runtime.program.model_families import is_of_package, package_of
 
 if TYPE_CHECKING:
-    from hdtool.runtime.program.model_parts import Kind
+    from hdtool.runtime.program.model_parts import EngineSupport
 
 Matmul = TypeVar("Matmul", bound=Module)
 NORMS = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
@@ -72,7 +72,9 @@ def mixture_parts(layer: Module, router: str) -> MixtureParts[Any] | None:
     return MixtureParts(layer.get_submodule(ROUTER), layer.get_submodule(EXPERTS), norms)  # type: ignore[arg-type]
 
 
-def is_known_mixture(parts: MixtureParts[Any], layer: Module, width: int, epsilon: float, kind: Kind[Any]) -> bool:
+def is_known_mixture(
+    parts: MixtureParts[Any], layer: Module, width: int, epsilon: float, support: EngineSupport[Any]
+) -> bool:
     """Return True if the modules, parameters, attributes and shapes of a mixture's router are as expected."""
     router, package = parts.router, package_of(layer)
     norm: Any = router._modules.get("norm")
@@ -87,10 +89,10 @@ def is_known_mixture(parts: MixtureParts[Any], layer: Module, width: int, epsilo
         and isinstance(getattr(router, "scalar_root_size", None), float)
         and not norm._parameters
         and getattr(norm, "eps", None) == epsilon
-        and kind.is_linear(projection)
+        and support.is_linear(projection)
         and projection.in_features == width
         and projection.bias is None
         and [len(weight) for weight in parts.weights] == [width, experts]
-        and all(map(kind.is_readable, parts.weights))
+        and all(map(support.is_readable, parts.weights))
         and not any("forward" in vars(module) for module in router.modules())
     )

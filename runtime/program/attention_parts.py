@@ -12,7 +12,7 @@ from hdtool.runtime.program.mixer_parts import epsilon_of
 
 if TYPE_CHECKING:
     from hdtool.runtime.program.model_families import Family
-    from hdtool.runtime.program.model_parts import Kind, LayerParts
+    from hdtool.runtime.program.model_parts import EngineSupport, LayerParts
 
 Matmul = TypeVar("Matmul", bound=Module)
 SHARED = -1
@@ -20,7 +20,7 @@ SHARED = -1
 
 
 def with_attention(
-    parts: LayerParts[Matmul], attention: Module, index: int, kind: Kind[Matmul], family: Family
+    parts: LayerParts[Matmul], attention: Module, index: int, support: EngineSupport[Matmul], family: Family
 ) -> LayerParts[Matmul] | None:
     """Return a layer's parts with those of its attention; None if the engine can't compute the attention."""
     head_norms = tuple(attention.get_submodule(name) for name in family.names.head_norms if name in attention._modules)
@@ -41,14 +41,14 @@ def with_attention(
     epsilons = {epsilon_of(norm, family.norm.parameters) for norm in head_norms}
     epsilons |= {epsilon_of(value_norm, ())} if value_norm else set()
     width, scale = getattr(attention, "head_dim", 0), getattr(attention, "scaling", None)
-    if not all(map(kind.is_linear, (*qkv, out))) or not epsilons <= {parts.epsilon}:
+    if not all(map(support.is_linear, (*qkv, out))) or not epsilons <= {parts.epsilon}:
         return None
     if (
         getattr(attention, "layer_idx", None) != (SHARED if family.side else index)
         or not isinstance(scale, float)
         or not isinstance(width, int)
         or not width
-        or width % kind.divisor
+        or width % support.divisor
     ):
         return None
     # In a joined matrix, queries have as many rows as the output projection has inputs; keys and values share the rest.
@@ -67,11 +67,11 @@ def with_attention(
 
 
 def with_latents(
-    parts: LayerParts[Matmul], attention: Any, index: int, kind: Kind[Matmul], family: Family
+    parts: LayerParts[Matmul], attention: Any, index: int, support: EngineSupport[Matmul], family: Family
 ) -> LayerParts[Matmul] | None:
     """Return a layer's parts with those of its latent attention; None if the engine can't compute the attention."""
     out = attention.get_submodule(family.names.out)
-    latent, scale = latent_parts(attention, out, kind, family), attention.scaling
+    latent, scale = latent_parts(attention, out, support, family), attention.scaling
     if latent is None or attention.layer_idx != index or not isinstance(scale, float):
         return None
     return replace(

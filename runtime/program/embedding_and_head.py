@@ -16,7 +16,7 @@ from torch.nn.functional import gelu, relu, silu
 from hdtool.runtime.model.pass_inputs import FULL, HYBRID, WITHOUT_MASK, AttentionWindow
 
 if TYPE_CHECKING:
-    from hdtool.runtime.program.model_parts import Kind, ModelParts
+    from hdtool.runtime.program.model_parts import EngineSupport, ModelParts
 
 Matmul = TypeVar("Matmul", bound=Module)
 GATE, ACTIVATION, OUT, NORM = "per_layer_input_gate", "act_fn", "per_layer_projection", "post_per_layer_input_norm"
@@ -77,12 +77,12 @@ def input_parts(layer: Module) -> InputParts[Any] | None:
     return InputParts(*(layer.get_submodule(name) for name in (GATE, OUT, ACTIVATION, NORM)))
 
 
-def layer_inputs(decoder: Any, layers: int, width: int, kind: Kind[Matmul]) -> LayerInputs[Matmul] | None:
+def layer_inputs(decoder: Any, layers: int, width: int, support: EngineSupport[Matmul]) -> LayerInputs[Matmul] | None:
     """Return the decoder's modules for per-layer inputs of width ``width``; None if the engine can't use them."""
     embedding, projection, norm = (decoder._modules.get(name) for name in (EMBEDDING, PROJECTION, PROJECTION_NORM))
     scale: Any = getattr(decoder, "per_layer_model_projection_scale", None)
     input_scale: Any = getattr(decoder, "per_layer_input_scale", None)
-    if embedding is None or not kind.is_linear(projection) or norm is None or not kind.is_embedding(embedding):
+    if embedding is None or not support.is_linear(projection) or norm is None or not support.is_embedding(embedding):
         return None
     out_features = layers * width
     fits = (
@@ -92,7 +92,7 @@ def layer_inputs(decoder: Any, layers: int, width: int, kind: Kind[Matmul]) -> L
         and isinstance(input_scale, float)
         and set(norm._parameters) == {"weight"}
         and norm.weight.shape == (width,)
-        and kind.is_readable(norm.weight)
+        and support.is_readable(norm.weight)
         and not any("forward" in vars(module) for module in (decoder, embedding, norm))
     )
     return LayerInputs(decoder, embedding, projection, norm, scale, input_scale) if fits else None

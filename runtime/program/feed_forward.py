@@ -9,7 +9,7 @@ from torch.nn import Module
 from hdtool.runtime.program.model_families import Family
 
 if TYPE_CHECKING:
-    from hdtool.runtime.program.model_parts import Kind
+    from hdtool.runtime.program.model_parts import EngineSupport
 
 ACTIVATIONS = {
     "SiLU": "silu",
@@ -35,7 +35,9 @@ class FeedForwardParts(NamedTuple):
     shared_gate: Any = None
 
 
-def feed_forward_parts(module: Any, mlp: Module | None, kind: Kind[Any], family: Family) -> FeedForwardParts | None:
+def feed_forward_parts(
+    module: Any, mlp: Module | None, support: EngineSupport[Any], family: Family
+) -> FeedForwardParts | None:
     """Return the parts of an MLP or a mixture of experts, none for a ``module`` of None; None for unsupported modules.
 
     ``mlp`` is a mixture's shared expert if that is a separate module of the layer, and otherwise None.
@@ -51,7 +53,7 @@ def feed_forward_parts(module: Any, mlp: Module | None, kind: Kind[Any], family:
     elif mlp is not None:
         return None
     dense = _mlp_parts(mlp or module, family)
-    if dense is None or not all(map(kind.is_linear, (*dense[0], *dense[1], *filter(None, [gate])))):
+    if dense is None or not all(map(support.is_linear, (*dense[0], *dense[1], *filter(None, [gate])))):
         return None
     if gate is not None and gate.out_features != 1:
         return None

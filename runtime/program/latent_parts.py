@@ -12,7 +12,7 @@ from hdtool.runtime.program.mixer_parts import epsilon_of, tensors_of
 
 if TYPE_CHECKING:
     from hdtool.runtime.program.model_families import Family
-    from hdtool.runtime.program.model_parts import Kind
+    from hdtool.runtime.program.model_parts import EngineSupport
 
 Matmul = TypeVar("Matmul", bound=Module)
 QUERIES = ("q_proj",), ("q_a_proj", "q_a_layernorm", "q_b_proj")
@@ -75,7 +75,9 @@ class LatentParts(Generic[Matmul]):
         return [(self.heads * (self.plain + self.rotated), self.query_rank)] if self.queries else []
 
 
-def latent_parts(attention: Any, out: Any, kind: Kind[Matmul], family: Family) -> LatentParts[Matmul] | None:
+def latent_parts(
+    attention: Any, out: Any, support: EngineSupport[Matmul], family: Family
+) -> LatentParts[Matmul] | None:
     """Return the parts of a latent attention with the output projection ``out``; None for unsupported modules."""
     names = next((names for names in QUERIES if names[0] in attention._modules), QUERIES[0])
     gates = tuple(filter(None, [family.attention.latent_gate]))
@@ -90,16 +92,16 @@ def latent_parts(attention: Any, out: Any, kind: Kind[Matmul], family: Family) -
     epsilons = {epsilon_of(norm) for norm in norms}
     epsilon = epsilons.pop()
     inputs = first, compression, *map(attention.get_submodule, gates)
-    if epsilon is None or epsilons or not all(map(kind.is_linear, (*inputs, *queries, out))):
+    if epsilon is None or epsilons or not all(map(support.is_linear, (*inputs, *queries, out))):
         return None
     parts: LatentParts[Matmul] = LatentParts(
         inputs, queries, query_norm, norm, expansion, attention.num_heads, attention.qk_nope_head_dim,
         attention.qk_rope_head_dim, attention.v_head_dim, epsilon, inputs[2] if gates else None,
     )  # fmt: skip
-    return parts if _fits(parts, out, kind) else None
+    return parts if _fits(parts, out, support) else None
 
 
-def _fits(parts: LatentParts[Any], out: Any, kind: Kind[Any]) -> bool:
+def _fits(parts: LatentParts[Any], out: Any, support: EngineSupport[Any]) -> bool:
     """Return True if all shapes match and the engine can read the norms' and the expansion's weights."""
     first, compression, *gates = parts.inputs
     hidden, query_width = out.out_features, parts.heads * (parts.plain + parts.rotated)
@@ -118,9 +120,9 @@ def _fits(parts: LatentParts[Any], out: Any, kind: Kind[Any]) -> bool:
         type(parts.expansion) in (Linear, CompiledLinear)
         and all((layer.out_features, layer.in_features) == tuple(shape) for layer, *shape in shapes)
         and [tuple(cast(Any, norm).weight.shape) for norm in parts.norms] == [(width,) for width in norm_widths]
-        and all(kind.is_readable(norm.weight) for norm in parts.norms)
+        and all(support.is_readable(norm.weight) for norm in parts.norms)
         and weight is not None
-        and kind.is_readable(weight)
+        and support.is_readable(weight)
         and [id(tensor) for tensor in tensors_of(parts.expansion)] == [id(weight)]
-        and all(width > 0 and width % kind.divisor == 0 for width in widths)
+        and all(width > 0 and width % support.divisor == 0 for width in widths)
     )

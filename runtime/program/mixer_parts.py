@@ -11,7 +11,7 @@ import torch
 from torch.nn import Conv1d, Identity, Module, Parameter
 
 if TYPE_CHECKING:
-    from hdtool.runtime.program.model_parts import Kind
+    from hdtool.runtime.program.model_parts import EngineSupport
 
 Matmul = TypeVar("Matmul", bound=Module)
 SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = "short convolution", "gated delta rule", "Mamba-2"
@@ -106,7 +106,7 @@ class MixerParts(Generic[Matmul]):
         return {name: weight for name, weight in holder._parameters.items() if weight is not None}
 
 
-def mixer_parts(module: Any, layer_index: int, kind: Kind[Matmul]) -> MixerParts[Matmul] | None:
+def mixer_parts(module: Any, layer_index: int, support: EngineSupport[Matmul]) -> MixerParts[Matmul] | None:
     """Return the parts of a mixer; None if its class, attributes or shape are unsupported."""
     read = READERS.get(type(module).__name__)
     if read is None or getattr(module, "layer_idx", None) != layer_index:
@@ -123,12 +123,12 @@ def mixer_parts(module: Any, layer_index: int, kind: Kind[Matmul]) -> MixerParts
     known = [*small_tensors, *(weight for matmul in parts.matmuls for weight in tensors_of(matmul))]
     known += [] if parts.scales is None else [parts.scales]
     is_whole = (
-        all(map(kind.is_linear, parts.matmuls))
-        and all(map(kind.is_mixer_weight or kind.is_readable, small_tensors))
+        all(map(support.is_linear, parts.matmuls))
+        and all(map(support.is_mixer_weight or support.is_readable, small_tensors))
         and {id(tensor) for tensor in tensors_of(module)} == {id(tensor) for tensor in known}
         and not any("forward" in vars(submodule) for submodule in module.modules())
     )
-    return parts if is_whole and _is_causal(parts.convolution) and _fits(parts, kind) else None
+    return parts if is_whole and _is_causal(parts.convolution) and _fits(parts, support) else None
 
 
 def tensors_of(module: Module) -> Iterator[torch.Tensor]:
@@ -156,8 +156,8 @@ def _is_causal(convolution: Any) -> bool:
     )
 
 
-def _fits(parts: MixerParts[Any], kind: Kind[Any]) -> bool:
-    """Return True if the weight shapes are consistent and all widths are multiples of ``kind.divisor``."""
+def _fits(parts: MixerParts[Any], support: EngineSupport[Any]) -> bool:
+    """Return True if the weight shapes are consistent and all widths are multiples of ``support.divisor``."""
     heads, keys, values = parts.heads, parts.key_heads * parts.key_width, parts.heads * parts.value_width
     hidden, chains = parts.out.out_features, [chain for chain in (parts.gate, parts.decay_inputs) if chain]
     sizes = {name: weight.numel() for name, weight in parts.parameters.items()}
@@ -182,7 +182,7 @@ def _fits(parts: MixerParts[Any], kind: Kind[Any]) -> bool:
         and parts.out.in_features == read
         and sizes == expected_sizes
         and (parts.scales is None or parts.scales.numel() == sum(outputs))
-        and all(width > 0 and width % kind.divisor == 0 for width in widths)
+        and all(width > 0 and width % support.divisor == 0 for width in widths)
         and (parts.kind == SHORT_CONVOLUTION or heads % parts.key_heads == 0)
         and (parts.norm is None or _norms(parts))
     )

@@ -42,7 +42,7 @@ Matmul = TypeVar("Matmul", bound=Module)
 
 
 @dataclass(frozen=True)
-class Kind(Generic[Matmul]):
+class EngineSupport(Generic[Matmul]):
     """Modules, widths and model families that an engine supports."""
 
     is_linear: Callable[[Any], bool]
@@ -223,14 +223,14 @@ class ModelParts(Generic[Matmul]):
         return [token for token in tokens if isinstance(token, int)]
 
 
-def model_parts(model: Any, kind: Kind[Matmul]) -> ModelParts[Matmul] | None:
+def model_parts(model: Any, support: EngineSupport[Matmul]) -> ModelParts[Matmul] | None:
     """Return the parts of a model, or None if the engine can't compute the model."""
     lists = [module for module in model.modules() if type(module) is ModuleList and len(module)]
-    candidates = [(modules, parts) for modules in lists if (parts := layers_of(modules, kind))]
+    candidates = [(modules, parts) for modules in lists if (parts := layers_of(modules, support))]
     if len(candidates) != 1:
         return None
     ((modules, layers),) = candidates
-    family = _family_of(modules[0], kind)
+    family = _family_of(modules[0], support)
     owners = [module for module in model.modules() if module._modules.get("layers") is modules]
     widths = {layer.inputs.width if layer.inputs else 0 for layer in layers}
     names = {"layers", family.names.embedding, family.names.last_norm}
@@ -242,15 +242,15 @@ def model_parts(model: Any, kind: Kind[Matmul]) -> ModelParts[Matmul] | None:
     rotary = decoder._modules.get(family.names.rotary)
     head, epsilon = model.get_output_embeddings(), epsilon_of(norm, family.norm.parameters)
     rotates = any(layer.attention and family.rotary.rotates(layer.attention) for layer in layers)
-    inputs = layer_inputs(decoder, len(layers), max(widths), kind) if any(widths) else None
+    inputs = layer_inputs(decoder, len(layers), max(widths), support) if any(widths) else None
     if (
-        not kind.is_linear(head)
+        not support.is_linear(head)
         or len(widths) > 1
         or (inputs is None and any(widths))
         or epsilon is None
-        or not all(map(kind.is_readable, norm.parameters()))
+        or not all(map(support.is_readable, norm.parameters()))
         or (rotates if rotary is None else not _is_fixed(rotary))
-        or not kind.is_embedding(embedding)
+        or not support.is_embedding(embedding)
         or (family is not LLAMA and not _is_described(model, decoder, family))
     ):
         return None
@@ -265,8 +265,8 @@ def fits_cache(parts: ModelParts[Any], shapes: Sequence[LayerShape]) -> bool:
     )
 
 
-def _family_of(layer: Module, kind: Kind[Matmul]) -> Family:
-    return kind.families.get(package_of(layer), LLAMA)
+def _family_of(layer: Module, support: EngineSupport[Matmul]) -> Family:
+    return support.families.get(package_of(layer), LLAMA)
 
 
 def _is_fixed(rotary: Any) -> bool:
@@ -287,11 +287,11 @@ def _is_described(model: Module, decoder: Any, family: Family) -> bool:
     return is_known and not names and family.holds_for(model, decoder.config)
 
 
-def layers_of(modules: ModuleList, kind: Kind[Matmul]) -> list[LayerParts[Matmul]]:
+def layers_of(modules: ModuleList, support: EngineSupport[Matmul]) -> list[LayerParts[Matmul]]:
     """Return the parts of each layer, or an empty list if any is unsupported or differs from the others in shape."""
-    parts = [_layer_parts(layer, index, kind) for index, layer in enumerate(modules)]
+    parts = [_layer_parts(layer, index, support) for index, layer in enumerate(modules)]
     recognized = [part for part in parts if part is not None]
-    family = _family_of(modules[0], kind)
+    family = _family_of(modules[0], support)
     is_llama = family is LLAMA
     attending = [part for part in recognized if part.attention]
     shapes = {part.shape if is_llama else (type(part.layer), *part.head_shape) for part in attending}
@@ -325,8 +325,8 @@ def _with_sources(layers: list[LayerParts[Matmul]], family: Family) -> list[Laye
     return linked
 
 
-def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Matmul] | None:
-    family = _family_of(layer, kind)
+def _layer_parts(layer: Module, index: int, support: EngineSupport[Matmul]) -> LayerParts[Matmul] | None:
+    family = _family_of(layer, support)
     children, sublayers = modules_of(layer, family), sublayers_of(layer, family)
     if sublayers is None:
         return None
@@ -346,10 +346,10 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
     }:
         return None
     mixture = layer.get_submodule(extra_mixture) if extra_mixture else None
-    feed_forward = feed_forward_parts(mixture or feed, feed if mixture else None, kind, family)
+    feed_forward = feed_forward_parts(mixture or feed, feed if mixture else None, support, family)
     if feed_forward is None or not _has_known_code(layer, attention, mixer_module, feed_forward.mlp, family):
         return None
-    mixer = mixer_parts(mixer_module, index, kind) if mixer_module else None
+    mixer = mixer_parts(mixer_module, index, support) if mixer_module else None
     if mixer_module and mixer is None:
         return None
     block_norms = tuple(layer.get_submodule(name) if name else None for name in norms)
@@ -362,7 +362,7 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
     if epsilon is None:
         return None
     if inputs and not (
-        all(map(kind.is_linear, (inputs.gate, inputs.out)))
+        all(map(support.is_linear, (inputs.gate, inputs.out)))
         and activation_of(inputs.activation_module) == feed_forward.activation
     ):
         return None
@@ -374,9 +374,9 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
     )  # fmt: skip
     if attention and parts:
         read = with_latents if family.attention.has_latents else with_attention
-        parts = read(parts, attention, index, kind, family)
-        parts = with_side_block(parts, index, kind, family.side) if parts and family.side else parts
-    return parts if parts and _is_complete(parts, kind, family) else None
+        parts = read(parts, attention, index, support, family)
+        parts = with_side_block(parts, index, support, family.side) if parts and family.side else parts
+    return parts if parts and _is_complete(parts, support, family) else None
 
 
 def _dropouts(module: Module, family: Family) -> set[str]:
@@ -407,7 +407,7 @@ def _has_known_code(
     )
 
 
-def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) -> bool:
+def _is_complete(parts: LayerParts[Matmul], support: EngineSupport[Matmul], family: Family) -> bool:
     """Return True if all shapes match, no ``forward`` is replaced, and every tensor of the layer belongs to a part."""
     hidden, inner, keys, latent = parts.hidden, parts.inner, parts.heads * parts.width, parts.latent
     described = family.attention
@@ -443,9 +443,9 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
     return (
         all(_shape_of(matmul) == shape for matmul, shape in zip(parts.matmuls, shapes, strict=True))
         and all({weight.shape for weight in pair} == {shape} for pair, shape in zip(weights, norm_shapes, strict=True))
-        and all(kind.is_readable(weight) for pair in weights for weight in pair)
-        and (not described.has_sinks or (sinks is not None and kind.is_readable(sinks)))
-        and (added_mixture is None or is_known_mixture(added_mixture, parts.layer, hidden, parts.epsilon, kind))
+        and all(support.is_readable(weight) for pair in weights for weight in pair)
+        and (not described.has_sinks or (sinks is not None and support.is_readable(sinks)))
+        and (added_mixture is None or is_known_mixture(added_mixture, parts.layer, hidden, parts.epsilon, support))
         and (not family.layer.factor or (parts.factor is not None and parts.factor.numel() == 1))
         and {id(tensor) for tensor in tensors_of(parts.layer)} == known_ids
         and not any("forward" in vars(module) for module in parts.layer.modules() if id(module) not in inside)

@@ -13,7 +13,7 @@ from hdtool.runtime.program.mixer_parts import epsilon_of, tensors_of
 
 if TYPE_CHECKING:
     from hdtool.runtime.program.model_families import Family
-    from hdtool.runtime.program.model_parts import Kind, LayerParts
+    from hdtool.runtime.program.model_parts import EngineSupport, LayerParts
 
 Matmul = TypeVar("Matmul", bound=Module)
 PROJECTIONS, GATE_UP = ("queries", "keys", "values"), "gate_up"
@@ -77,7 +77,7 @@ def modules_of(layer: Module, family: Family) -> dict[str, Module | None]:
 
 
 def with_side_block(
-    parts: LayerParts[Matmul], index: int, kind: Kind[Matmul], names: SideNames
+    parts: LayerParts[Matmul], index: int, support: EngineSupport[Matmul], names: SideNames
 ) -> LayerParts[Matmul] | None:
     """Return the parts of a layer with attention and those of its side block; None for unsupported modules."""
     layer, adapters, lists = parts.layer, dict[str, Any](), list[Module]()
@@ -90,17 +90,17 @@ def with_side_block(
             adapters[matmul] = adapters_of_layers._modules.get(str(getattr(block, "layer_dic", {}).get(index)))
     has_all = len(adapters.keys() & {*PROJECTIONS}) in (0, len(PROJECTIONS))
     norm, out = (cast(Any, layer.get_submodule(name)) for name in (names.norm, names.out))
-    if not has_all or not all(_fits(adapter, adapted[matmul], kind) for matmul, adapter in adapters.items()):
+    if not has_all or not all(_fits(adapter, adapted[matmul], support) for matmul, adapter in adapters.items()):
         return None
-    if epsilon_of(norm) != parts.epsilon or not kind.is_linear(out) or out.in_features != parts.hidden:
+    if epsilon_of(norm) != parts.epsilon or not support.is_linear(out) or out.in_features != parts.hidden:
         return None
     chains = {matmul: tuple(adapter) for matmul, adapter in adapters.items()}
     return replace(parts, side=SideBlock(norm, out, chains, tuple(lists)))
 
 
-def _fits(adapter: Any, matmul: Any, kind: Kind[Any]) -> bool:
+def _fits(adapter: Any, matmul: Any, support: EngineSupport[Any]) -> bool:
     """Return True if an adapter consists of two linear layers, with the shape of ``matmul`` together."""
-    if type(adapter) is not Sequential or len(adapter) != 2 or not all(map(kind.is_linear, adapter)):
+    if type(adapter) is not Sequential or len(adapter) != 2 or not all(map(support.is_linear, adapter)):
         return False
     first, second = cast(Any, adapter)
     return (first.in_features, second.out_features) == (matmul.in_features, matmul.out_features) and (

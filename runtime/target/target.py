@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
     from hdtool.runtime.engines.reference.drafter_layers import DrafterLayers
     from hdtool.runtime.model.pass_inputs import AttentionWindow
-    from hdtool.runtime.program.model_parts import Kind, ModelParts
+    from hdtool.runtime.program.model_parts import EngineSupport, ModelParts
 
 
 def by_device(device: torch.device) -> Capture | None:
@@ -215,7 +215,7 @@ class Target(BackendEngine):
         return DrafterLayers(parts, windows)
 
     @property
-    def described_kind(self) -> Kind[Module]:
+    def program_support(self) -> EngineSupport[Module]:
         """The modules and families that described passes support."""
         from hdtool.runtime.engines.reference.program_support import program_support
 

@@ -25,7 +25,7 @@ from hdtool.runtime.engines.reference.program_pass import Matmul, ProgramPass
 from hdtool.runtime.model.hidden_states import HiddenStates
 from hdtool.runtime.model.pass_inputs import FULL, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.program.embedding_and_head import Rotary
-from hdtool.runtime.program.model_parts import Kind, model_parts
+from hdtool.runtime.program.model_parts import EngineSupport, model_parts
 
 META = torch.device("meta")
 PROCESSORS_FILLED = 16
@@ -135,7 +135,9 @@ def count(shape: str, slots: int, rows: int, length: int, layers: int | None = N
     config = LlamaConfig(**SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers}))
     with META:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    kind: Kind[Module] = Kind(lambda module: hasattr(module, "in_features"), lambda weight: True, lambda module: True)
+    kind: EngineSupport[Module] = EngineSupport(
+        lambda module: hasattr(module, "in_features"), lambda weight: True, lambda module: True
+    )
     parts = model_parts(model, kind)
     assert parts
     counted = Counted(length)

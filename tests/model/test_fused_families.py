@@ -24,7 +24,7 @@ from hdtool.runtime.program.hybrid_families import DESCRIBED
 from hdtool.runtime.program.latent_families import LATENT_FAMILIES
 from hdtool.runtime.program.mixer_parts import epsilon_of
 from hdtool.runtime.program.model_families import FAMILIES, LLAMA_NORMS, Family, settings_of
-from hdtool.runtime.program.model_parts import Kind, model_parts
+from hdtool.runtime.program.model_parts import EngineSupport, model_parts
 from hdtool.runtime.target.target import Target
 from tests.support.described import (
     EXPERTS,
@@ -92,7 +92,9 @@ def test_trees_get_the_logits_of_forward_by_kernels(name: str, monkeypatch: pyte
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.one_in(4)
 def test_an_engine_of_llamas_computes_none_of_them(name: str) -> None:
-    llamas: Kind[Module] = Kind(lambda one: hasattr(one, "in_features"), lambda one: True, lambda one: True)
+    llamas: EngineSupport[Module] = EngineSupport(
+        lambda one: hasattr(one, "in_features"), lambda one: True, lambda one: True
+    )
     assert model_parts(model_of(name), llamas) is None
     assert model_parts(model_of(name), replace(llamas, families=FAMILIES))
 

@@ -11,14 +11,16 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, PreTrainedM
 
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.model.transformers_internals import attention_by
-from hdtool.runtime.program.model_parts import Kind, model_parts
+from hdtool.runtime.program.model_parts import EngineSupport, model_parts
 from hdtool.runtime.target.target import Target
 from tests.support.families import WINDOW, random_model
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.rehearsed import direct
 
-ANY: Kind[torch.nn.Linear] = Kind(lambda one: type(one) is torch.nn.Linear, lambda one: True, lambda one: True)
+ANY: EngineSupport[torch.nn.Linear] = EngineSupport(
+    lambda one: type(one) is torch.nn.Linear, lambda one: True, lambda one: True
+)
 SCALED = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,

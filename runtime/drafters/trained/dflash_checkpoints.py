@@ -273,7 +273,7 @@ def _described(
 ) -> tuple[ModelParts[nn.Module], list[AttentionWindow]]:
     """Move a drafter's model to the target's device; return its parts, and the window of each layer."""
     model.to(target.device, target.dtype).requires_grad_(False).eval()
-    layers = layers_of(model.layers, replace(target.described_kind, families={FAMILY_NAME: FAMILY}))
+    layers = layers_of(model.layers, replace(target.program_support, families={FAMILY_NAME: FAMILY}))
     parts = ModelParts(
         model, model, None, layers, model.rotary_emb, model.norm, nn.Identity(), model.config.rms_norm_eps, FAMILY
     )

@@ -149,7 +149,7 @@ class LibraryMtp:
 
 def _described(layers: Any, target: Target) -> list[ModelParts[torch.nn.Module]]:
     """Return the parts of each MTP layer of a described model; an empty list if it has others than usual around it."""
-    kind = target.described_kind
+    kind = target.program_support
     parts, blocks = model_parts(target.model, kind), [layer.mtp_block for layer in layers.layers]
     is_usual = layers.use_post_norm and not layers.use_shared_post_norm and not layers.has_per_layer_rope
     if parts is None or not is_usual or getattr(layers.config, "mtp_hidden_states_first", False):

@@ -22,7 +22,7 @@ from hdtool.runtime.model.transformers_internals import empty_model
 from hdtool.runtime.program.hybrid_families import DESCRIBED
 from hdtool.runtime.program.mixer_parts import router_of
 from hdtool.runtime.program.model_families import Family, is_of_package, package_of
-from hdtool.runtime.program.model_parts import Kind, LayerParts, ModelParts, model_parts
+from hdtool.runtime.program.model_parts import EngineSupport, LayerParts, ModelParts, model_parts
 from hdtool.runtime.program.side_block import PROJECTIONS
 
 CompiledParts: TypeAlias = ModelParts[CompiledLinear]
@@ -52,7 +52,7 @@ def scale_of(embedding: Module) -> float | None:
     return None if scale is None or scale.numel() != 1 else float(scale)
 
 
-COMPILED: Kind[CompiledLinear] = Kind(_is_linear, is_readable, _is_embedding, LANES, DESCRIBED)
+COMPILED: EngineSupport[CompiledLinear] = EngineSupport(_is_linear, is_readable, _is_embedding, LANES, DESCRIBED)
 ACTIVATIONS = {gated: COMPILED_ACTIVATIONS.keys() - {"relu2" if gated else "silu"} for gated in (True, False)}
 """Activations with compiled code, of MLPs with a gate and without."""
 

@@ -8,10 +8,10 @@ import torch
 from torch.nn import Embedding, Module, Parameter
 
 from hdtool.runtime.program.hybrid_families import DESCRIBED
-from hdtool.runtime.program.model_parts import Kind
+from hdtool.runtime.program.model_parts import EngineSupport
 
 
-def program_support(dtype: torch.dtype, device: torch.device) -> Kind[Module]:
+def program_support(dtype: torch.dtype, device: torch.device) -> EngineSupport[Module]:
     """Return the modules and families that the pass of a model with weights of ``dtype`` on ``device`` supports."""
 
     def is_dense(weight: torch.Tensor) -> bool:
@@ -27,7 +27,7 @@ def program_support(dtype: torch.dtype, device: torch.device) -> Kind[Module]:
     def is_embedding(module: Module) -> bool:
         return isinstance(module, Embedding) and module.max_norm is None and is_plain(module.weight)
 
-    return Kind(_has_shape, is_plain, is_embedding, families=DESCRIBED, is_mixer_weight=is_mixer_weight)
+    return EngineSupport(_has_shape, is_plain, is_embedding, families=DESCRIBED, is_mixer_weight=is_mixer_weight)
 
 
 def _has_shape(module: Any) -> bool:

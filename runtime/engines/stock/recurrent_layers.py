@@ -32,9 +32,9 @@ from hdtool.runtime.engines.stock.undescribed_mixers import (
 from hdtool.runtime.model.pass_inputs import StepTensors, sent_step
 from hdtool.runtime.program.mixer_parts import SHORT_CONVOLUTION, UNLIMITED, MixerParts, mixer_parts
 from hdtool.runtime.program.model_families import package_of
-from hdtool.runtime.program.model_parts import Kind
+from hdtool.runtime.program.model_parts import EngineSupport
 
-ANY: Kind[Module] = Kind(is_linear, lambda weight: True, lambda module: True, divisor=1)
+ANY: EngineSupport[Module] = EngineSupport(is_linear, lambda weight: True, lambda module: True, divisor=1)
 """Modules that run by their own code."""
 
 
