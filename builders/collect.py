@@ -177,7 +177,7 @@ class RankingRecorder:
         return RecordedRankings(np.concatenate(self._tokens), np.concatenate(self._logprobs))
 
     def __call__(self, accepted: Accepted, verified: Verified) -> None:
-        rows = verified.logits[[0, *(node + 1 for node in accepted.path)]].float()
+        rows = verified.logits[accepted.rows].float()
         tokens, scores = topk(rows, min(self._num_tokens, rows.shape[-1]))
         self._tokens.append(tokens.astype(np.int32))
         self._logprobs.append(scores - rows.logsumexp(-1, keepdim=True).cpu().numpy())

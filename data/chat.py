@@ -164,6 +164,6 @@ def _templated(
         text = str(tokenizer.apply_chat_template(list(messages), tools=list(tools) or None, **settings))
         if tools and text == tokenizer.apply_chat_template(list(messages), **settings):
             raise ToolsError
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError) as error:  # a template may take messages to have another form
         raise PromptError(f"the model's chat template refuses the conversation: {error}") from None
     return text

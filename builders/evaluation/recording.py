@@ -22,7 +22,7 @@ from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import PassLog, PassOptions, Verified, WaitForResults
-from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree, rows_of
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
 from hdtool.runtime.stores.store_opener import StoreOpener
@@ -155,7 +155,7 @@ class RecordedLogits:
         """
         self._rows[: self._filled] = -torch.inf
         self._filled = 1 + nodes
-        for place, row in enumerate([0, *(node + 1 for node in path)], done):
+        for place, row in enumerate(rows_of(path), done):
             self._rows[row, rankings.tokens[place]] = rankings.logprobs[place]
         return self._logits[: self._filled]
 
@@ -218,7 +218,7 @@ class RecordingEngine:
 
     def _verified(self, path: list[int], tokens: Sequence[int], done: int, nodes: int) -> Verified:
         argmax = np.full(1 + nodes, NO_ARGMAX, np.int64)
-        argmax[[0, *(node + 1 for node in path)]] = tokens
+        argmax[rows_of(path)] = tokens
         logits, rankings = NO_LOGITS, self._turn.rankings
         if self._logits and rankings:
             logits = self._logits.logits_after(rankings, done, path, nodes)

@@ -11,7 +11,7 @@ import torch
 from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.caches.states import KeptStates, SlotStates, States, StateShape
 from hdtool.runtime.caches.transformers_views import SlotKVCache
-from hdtool.runtime.core.tree import DraftTree
+from hdtool.runtime.core.tree import DraftTree, rows_of
 
 
 class Slot:
@@ -110,7 +110,7 @@ class Slot:
         if tree is None:  # the prompt was read, but no tree verified
             return
         self.tree = self.hidden_of_tree = None
-        rows = [0, *[node + 1 for node in path]]
+        rows = rows_of(path)
         if hidden is not None:
             self.hidden.append(select_rows(hidden, rows))
         self.kv.commit(1, path, deferred=deferred)

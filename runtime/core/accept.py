@@ -10,7 +10,7 @@ import torch
 from hdtool.runtime.core.engine_interface import Verified, Walk
 from hdtool.runtime.core.random_draws import NOT_FINITE
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.tree import ROOT, UNDETERMINED, DraftTree
+from hdtool.runtime.core.tree import ROOT, UNDETERMINED, DraftTree, rows_of
 from hdtool.runtime.core.walks import NO_FORCED_TOKENS, walk_argmax, walk_draws, walk_known, walk_ranked
 from hdtool.runtime.kernels.topk import bits_of, readable
 
@@ -22,6 +22,11 @@ class Accepted(NamedTuple):
     tokens: list[int]
     stopped: bool = False
     """True if the last token ends the answer."""
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of the pass from whose logits the emitted tokens were chosen."""
+        return rows_of(self.path)
 
 
 def accept(

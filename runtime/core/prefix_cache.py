@@ -87,10 +87,13 @@ class PrefixCache:
             cache.copy(slot, to=place)
 
     def _save(self, cache: AnyCache, slot: int) -> bool:
-        """Copy a slot and drop the owner's older copies that are prefixes of it; return False if it is too large."""
+        """Copy a slot and drop the owner's older copies that are prefixes of it; return False if it does not fit."""
         if not self._max_bytes:
             return False
-        saved = cache.saved(slot)
+        try:
+            saved = cache.saved(slot)
+        except torch.OutOfMemoryError:
+            return False
         if saved.bytes > self._max_bytes:
             return False
         tokens = saved.tokens[: saved.valid]

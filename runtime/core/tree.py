@@ -189,6 +189,11 @@ def _embeddable(
     return valid
 
 
+def rows_of(path: Sequence[int]) -> list[int]:
+    """Return the rows of a pass over a tree that hold the root and the nodes of a path below it."""
+    return [0, *[node + 1 for node in path]]
+
+
 @compiled
 def mark_ancestors(
     values: npt.NDArray[Any], first: int, parents: npt.NDArray[np.int32], related: float, unrelated: float

@@ -51,3 +51,11 @@ def test_the_chat_template_presents_them() -> None:
     ids = encode_conversation(tokenizer, messages, tools=(WEATHER,))
     assert tokenizer.decode(ids) == "[get_weather]Rain?"
     assert tokenizer.decode(encode_conversation(tokenizer, messages)) == "Rain?"
+
+
+def test_a_template_that_fails_refuses_the_conversation_in_a_line() -> None:
+    tokenizer = load_tokenizer(ModelConfig())
+    for template in ("{{ messages[0] + 1 }}", "{{ raise_exception('no') }}", "{{ messages[0].content | int + [] }}"):
+        tokenizer.chat_template = template
+        with pytest.raises(PromptError, match="the model's chat template refuses the conversation: "):
+            encode_conversation(tokenizer, [{"role": "user", "content": "Rain?"}])

@@ -155,6 +155,20 @@ def test_contexts_are_dropped_in_the_order_of_their_use() -> None:
     assert not has(prompts[0], version=1) and kept.bytes == 0, "nothing is kept of a model that has changed since"
 
 
+def test_a_copy_without_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers go on."""
+
+    def no_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    target = Target(model_of("llama"))
+    cache, prefixes = target.allocate(), PrefixCache(2**30)
+    target.prefill(cache, 0, prompt_of(40))
+    monkeypatch.setattr(type(cache), "saved", no_memory)
+    prefixes.keep(cache, 0)
+    assert prefixes.bytes == 0
+
+
 def test_a_context_is_not_lost_when_another_one_resumes_from_a_copy() -> None:
     """Two conversations alternate in one slot; the second is shorter than what the first resumes from."""
     target = Target(model_of("llama"))

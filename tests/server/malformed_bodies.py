@@ -104,6 +104,7 @@ CHAT_FIELDS: Table = {
     "logit_bias of a word": {"logit_bias": {"hello": 1}},
     "logit_bias of no token": {"logit_bias": {"99999999": 1}},
     "logit_bias too large": {"logit_bias": {"5": 1000}},
+    "logit_bias of many digits": {"logit_bias": {"5" * 5000: 1}},
     "presence_penalty too large": {"presence_penalty": 3},
     "frequency_penalty a text": {"frequency_penalty": "1"},
     "response_format a text": {"response_format": "json"},
@@ -140,6 +141,9 @@ CHAT_FIELDS: Table = {
     "an image": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
     "arguments that are no JSON": {
         "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]
+    },
+    "arguments that are a list": {
+        "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]
     },
 }
 CHAT_BODIES = bodies(said("Hi"), SHARED, CONVERSATIONS, CHAT_FIELDS) | {

@@ -15,9 +15,10 @@ from hdtool.data.prompts import Grammar
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.core.tree import DraftTree
+from hdtool.runtime.integrations.server.answer_sections import Sections
 from hdtool.runtime.integrations.server.choice_stream import AnswerText
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat
-from hdtool.runtime.integrations.server.openai_formats import ChatFormat, Delta, usage_of
+from hdtool.runtime.integrations.server.openai_formats import ChatFormat, Delta, TokenLogprobs, usage_of
 from hdtool.runtime.integrations.server.openai_requests import NO_TOOLS, ToolChoice
 from hdtool.runtime.integrations.server.request_preparation import PreparedChoice, PreparedPrompt
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest
@@ -144,6 +145,14 @@ def test_an_answer_unlike_the_template_stays_text(tokenizer: PreTrainedTokenizer
         found = whole(answer(tokenizer, text, tools=TOOLS))
         assert (found.text.replace("<|end|>", ""), found.calls) == (expected.replace("<|end|>", ""), [])
     assert [call.name for call in whole(answer(tokenizer, 'A<|call|>{"name": "f"}<|end|>', tools=TOOLS)).calls] == ["f"]
+
+
+def test_log_probabilities_of_thinking_are_not_those_of_the_text() -> None:
+    of_thinking, of_text = TokenLogprobs(1, -0.5, []), TokenLogprobs(2, -0.1, [])
+    sections = Sections()
+    for delta in (Delta(reasoning="Well", logprobs=[of_thinking]), Delta(text="So", logprobs=[of_text])):
+        assert list(sections.add(delta))
+    assert [list(section.logprobs) for section in sections.all] == [[], [of_text]]
 
 
 def test_all_apis_name_it(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -122,6 +122,9 @@ NO_CALLS: list[Any] = [
     {"function": []},
     [[]],
     {"name": "f", "arguments": {"a": math.inf}},
+    {"name": "f", "arguments": "hello"},
+    {"name": "f", "arguments": "[1]"},
+    {"name": "f", "arguments": [1]},
 ]
 
 

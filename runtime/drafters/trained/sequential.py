@@ -69,8 +69,7 @@ class AcceptedTokens:
         if self._is_prompt:
             self._is_prompt = False
             return self._queue(hidden, [*self._prompt[1:], accepted.tokens[-1]])
-        rows = [0, *(node + 1 for node in accepted.path)]
-        self._queue(hidden if hidden is NO_HIDDEN else select_rows(hidden, rows), accepted.tokens)
+        self._queue(hidden if hidden is NO_HIDDEN else select_rows(hidden, accepted.rows), accepted.tokens)
 
     def _queue(self, hidden: torch.Tensor, tokens: list[int]) -> None:
         self._queued.append((hidden, tokens))

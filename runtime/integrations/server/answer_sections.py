@@ -53,6 +53,8 @@ class Sections:
         self._logprobs += delta.logprobs
         if delta.reasoning:
             yield from self._extend(SectionKind.REASONING, delta.reasoning)
+            if not delta.text:
+                self._logprobs = []  # those of reasoning are not reported
         if delta.text:
             yield from self._extend(SectionKind.TEXT, delta.text)
         for call in delta.calls:

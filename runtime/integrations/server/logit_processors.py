@@ -47,8 +47,7 @@ class LogprobRecorder:
 
     @torch.inference_mode()
     def __call__(self, accepted: Accepted, verified: Verified) -> None:
-        rows = [0, *(node + 1 for node in accepted.path)][: len(accepted.tokens)]
-        scores = verified.logits[rows].float().log_softmax(-1)
+        scores = verified.logits[accepted.rows].float().log_softmax(-1)
         chosen = scores.gather(1, torch.tensor(accepted.tokens, device=scores.device)[:, None])[:, 0].tolist()
         best = scores.topk(min(self._num_alternatives, scores.shape[1])) if self._num_alternatives else None
         for index, token in enumerate(accepted.tokens):

@@ -200,9 +200,12 @@ def _call(call: Call, where: str) -> dict[str, Any]:
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
         raise RequestError(
-            f"{where}: the arguments of the call of {call.function.name} are not JSON", param=f"{where}.tool_calls"
-        ) from None
+            f"{where}: the arguments of the call of {call.function.name} are no JSON object",
+            param=f"{where}.tool_calls",
+        )
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 

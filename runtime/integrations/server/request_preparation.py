@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -267,7 +268,10 @@ class Preparer:
 
     def _biases(self, given: Mapping[str, float]) -> dict[int, float]:
         vocabulary = self._loaded.target.vocabulary
-        wrong = next((key for key in given if not (key.isascii() and key.isdigit() and int(key) < vocabulary)), None)
+        digits = len(str(vocabulary))
+        wrong = next(
+            (key for key in given if not re.fullmatch(f"[0-9]{{1,{digits}}}", key) or int(key) >= vocabulary), None
+        )
         if wrong is not None:
             raise RequestError(
                 f"logit_bias names token {wrong[:40]!r}: its keys are token ids below {vocabulary}", param="logit_bias"

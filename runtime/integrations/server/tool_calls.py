@@ -239,7 +239,7 @@ class ToolCallReader:
             parts = self._read(self._parser.feed(text))
         except ValueError:  # the answer does not follow the template, so the rest is plain text
             self._parser = None
-            return self._unread + text, "", []
+            return self._unmarked + self._unread + text, "", []
         return self._with_unmarked(parts, is_last=False)
 
     def end(self) -> Parts:
@@ -249,7 +249,7 @@ class ToolCallReader:
         try:
             parts = self._read(self._parser.finalize()[1])
         except ValueError:
-            return self._unread, "", []
+            return self._unmarked + self._unread, "", []
         return self._with_unmarked(parts, is_last=True)
 
     def _with_unmarked(self, parts: Parts, *, is_last: bool) -> Parts:
@@ -302,10 +302,13 @@ def calls_of(value: Any) -> list[ToolCall]:
     described = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(described, dict) or not isinstance(described.get("name"), str):
         return []
-    given = described.get("arguments", described.get("parameters", {}))
+    given = described.get("arguments", described.get("parameters"))
+    given = {} if given is None else given
     try:
         arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # JSON has neither infinities nor NaN
+        if not isinstance(json.loads(arguments or "{}"), dict):
+            return []
+    except (ValueError, RecursionError):  # JSON has neither infinities nor NaN
         return []
     return [ToolCall(described["name"], arguments)]
 
