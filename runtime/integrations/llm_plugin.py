@@ -50,7 +50,7 @@ HELPS = {"method": f"Drafting method: {', '.join(METHODS)}.", "stop": "Text that
 """Help texts that replace those of the settings."""
 DEMO_MODELS = {name: name for name in demo.NAMES}
 """Places of the models that are always there, by their names."""
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 Configured = TypeVar("Configured", bound=Settings)
 _async_answers = ThreadPoolExecutor(1, "hdtool-llm")
 """Thread in which async models answer one prompt after the other."""
@@ -223,7 +223,7 @@ def register_commands(cli: click.Group) -> None:
         path, default = Path(model).expanduser().resolve(), model
         if path.exists():
             model, default = str(path), path.name.removesuffix(".gguf")
-        elif not HUB_NAME.fullmatch(model):
+        elif not HUB_MODEL.fullmatch(model):
             raise ModelError(f"{model} is no folder or file here, and no name on the hub, as in OWNER/NAME")
         name = (name or default).removeprefix(PREFIX)
         added = _added()

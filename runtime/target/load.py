@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tiktoken", "tekken", "merges")
+TOKENIZER_PREFIXES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tiktoken", "tekken", "merges")
 """Prefixes of the names of tokenizer files."""
 NO_BLOCKS = (
     "--quantization {scheme} is for one process on a CPU that converts float16: leave it out, or take int8 or nf4, "
@@ -274,7 +274,7 @@ def load_tokenizer(config: ModelConfig, revision: str | None = None) -> PreTrain
             lambda: AutoTokenizer.from_pretrained(place, trust_remote_code=config.trust_remote_code),
         )
     except ModelError as error:
-        if any(name.startswith(TOKENIZER_FILES) for name in os.listdir(place)):
+        if any(name.startswith(TOKENIZER_PREFIXES) for name in os.listdir(place)):
             raise
         raise ModelError(
             f"{config.name} has no tokenizer: copy the files of its base model's tokenizer, such as tokenizer.json and "

@@ -28,7 +28,7 @@ from hdtool.data.file_state import FileState
 from hdtool.data.home import proofs_at_home
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.engines.checks.probes import PROOF_TREE, SHORT_CONTEXT, some_context
+from hdtool.runtime.engines.checks.probes import PROOF_TREE, PROOF_CONTEXT, some_context
 from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.compiled import processor_name
@@ -137,7 +137,7 @@ def logits_hash(target: Target) -> str:
     digest = hashlib.sha256()
     cache = target.allocate()
     with target.changing(), target.log.unchanged():
-        after = target.prefill(cache, 0, some_context(SHORT_CONTEXT, target.vocabulary))
+        after = target.prefill(cache, 0, some_context(PROOF_CONTEXT, target.vocabulary))
         digest.update(after.logits.numpy().tobytes())
         digest.update(target.verify(cache, [PROOF_TREE])[0].logits.numpy().tobytes())
     return digest.hexdigest()

@@ -19,7 +19,7 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import PassOptions, Verified
 from hdtool.runtime.core.tree import UNDETERMINED, DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
-from hdtool.runtime.engines.checks.probes import SHORT_CONTEXT, some_context
+from hdtool.runtime.engines.checks.probes import PROOF_CONTEXT, some_context
 from hdtool.runtime.engines.cpu import compile_and_check, layer_kernel, pass_kernel, weight_table
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
 from hdtool.runtime.stores.store_set import StoreSet
@@ -193,7 +193,7 @@ def test_the_proof_passes_with_a_tenth_of_its_tolerance(monkeypatch: pytest.Monk
 def test_a_context_of_the_proof_is_not_used_again() -> None:
     """The proof leaves layers out, so the keys and values of its contexts are incomplete."""
     usual, fused = both()
-    context = some_context(SHORT_CONTEXT + 3, fused.vocabulary)
+    context = some_context(PROOF_CONTEXT + 3, fused.vocabulary)
     found, expected = (run(target, context, SamplingConfig(), 8) for target in (fused, usual))
     assert found[0].cached_tokens == 0
     assert output_tokens(found) == output_tokens(expected)

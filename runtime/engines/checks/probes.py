@@ -11,7 +11,7 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import BackendEngine
 
 PROOF_TREE = DraftTree.of(7, [11, 23, 5, 41, 2, 17, 29], [-1, 0, 1, -1, 3, 0, -1])
-SHORT_CONTEXT = 5
+PROOF_CONTEXT = 5
 """Context length for passes of all layers; short, because a large model needs a second for 40 tokens on one core."""
 
 

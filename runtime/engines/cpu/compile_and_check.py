@@ -15,7 +15,7 @@ from hdtool.runtime.caches.kv_cache import KVTensors
 from hdtool.runtime.caches.transformers_views import SlotKVCache
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import BackendEngine
-from hdtool.runtime.engines.checks.probes import PROOF_TREE, SHORT_CONTEXT, logits_of, some_context
+from hdtool.runtime.engines.checks.probes import PROOF_TREE, PROOF_CONTEXT, logits_of, some_context
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.engines.cpu.compiled_support import (
     ACTIVATIONS,
@@ -173,7 +173,7 @@ class _LayerProof:
 
     def _prompt(self) -> Case:
         """Return a test case: a prompt that continues a context; passes over it advance the recurrent states."""
-        length, rows = CONTEXT_LENGTHS[1], SHORT_CONTEXT
+        length, rows = CONTEXT_LENGTHS[1], PROOF_CONTEXT
         storage = self._trees.allocate(1, length + rows).storage
         masks, unwindowed = (each.continuation_mask(rows, length) for each in (self._stock.masks, self._masks))
         positions = length + torch.arange(rows)[None]
@@ -375,6 +375,6 @@ def _first_layer_alone(parts: CompiledParts) -> Iterator[None]:
 
 def _logits_of_passes(engine: BackendEngine, vocabulary: int) -> list[torch.Tensor]:
     """Return the logits of a tree, of a root after two of the tree's nodes were accepted, and of a continued prompt."""
-    cache, context = engine.allocate(), some_context(SHORT_CONTEXT, vocabulary)
+    cache, context = engine.allocate(), some_context(PROOF_CONTEXT, vocabulary)
     of_trees = logits_of(engine, context, [(PROOF_TREE, [0, 1]), (DraftTree.bare(1), [])], cache)
     return [*of_trees, engine.prefill(cache, 0, context, cache.slots[0].length).logits.clone()]
