@@ -15,7 +15,7 @@ from hdtool.runtime.caches.kv_cache import KVTensors
 from hdtool.runtime.caches.transformers_views import SlotKVCache
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import BackendEngine
-from hdtool.runtime.engines.checks.probes import PROOF_TREE, PROOF_CONTEXT, logits_of, some_context
+from hdtool.runtime.engines.checks.probes import PROOF_CONTEXT, PROOF_TREE, logits_of, some_context
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.engines.cpu.compiled_support import (
     ACTIVATIONS,
