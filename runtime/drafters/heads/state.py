@@ -12,7 +12,7 @@ from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.modules import Heads, HydraHeads, MtpHeads, ParallelHeads
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, Module, ModulePasses
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
-from hdtool.runtime.drafters.trained.path_drafting import PathModule, path_drafter, rank_best_paths, rankings_for
+from hdtool.runtime.drafters.trained.path_drafting import PathModule, path_drafter, rankings_for
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration
 from hdtool.runtime.drafters.trained.sequential import (
     ROWS_PER_PASS,
@@ -125,8 +125,7 @@ class HydraModule(ModulePasses):
             paths[:, depth] = self._embed_normed(tokens)
             return self._best(depth, paths)
 
-        first = self._best(0, paths)
-        return rank_best_paths(first, self.depth, extend) if self.depth else first
+        return self._with_paths(self._best(0, paths), extend)
 
     def _extend_paths(self, depth: int, given: torch.Tensor) -> TopTokens:
         parents, tokens, rows = given.view(3, -1)

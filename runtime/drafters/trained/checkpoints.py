@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -154,3 +154,11 @@ class PublishedDrafter:
             what = f"lacks {missing[0]}" if missing else what
             raise HeadsError(f"drafter {self.name} {what}, so it is of a kind that is not supported: name another one")
         module.load_state_dict({name: tensors[name] for name in parameters})
+
+
+def renamed_parameter(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return a tensor's name with the first of ``prefixes`` that it begins with replaced by that prefix's value."""
+    for theirs, ours in prefixes.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name

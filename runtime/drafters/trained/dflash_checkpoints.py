@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from hdtool.data.errors import FamilyError, HeadsError, error_reason
+from hdtool.runtime.drafters.trained.checkpoints import renamed_parameter
 from hdtool.runtime.drafters.trained.dspark import MARKOV_KINDS, VANILLA, DSparkHeads, MarkovHead
 from hdtool.runtime.drafters.trained.module_parts import Norm
 from hdtool.runtime.model.pass_inputs import FULL, SLIDING, AttentionWindow, windows_of
@@ -54,7 +55,7 @@ class DFlashModel:
     """Number of tokens in a block, of which the first is the last accepted one."""
     mask_token: int
     windows: list[AttentionWindow]
-    """Of each layer."""
+    """The attention window of each layer."""
     embed: Callable[[torch.Tensor], torch.Tensor]
     head: Callable[[torch.Tensor], torch.Tensor]
     token_ids: torch.Tensor | None = None
@@ -142,7 +143,9 @@ def _load_other_format(published: PublishedDrafter, target: Target, library_mode
         raise HeadsError(f"drafter {published.name} has a Markov head of kind {kind!r}: name another one")
     published.require_width(int(config.hidden_size), target)
     tensors = {
-        _renamed(name): tensor for name, tensor in published.tensors().items() if not name.startswith(UNUSED_TENSORS)
+        renamed_parameter(name, RENAMED_PARAMETERS): tensor
+        for name, tensor in published.tensors().items()
+        if not name.startswith(UNUSED_TENSORS)
     }
     of_heads = {name: tensors.pop(name) for name in list(tensors) if name.startswith((MARKOV, CONFIDENCE))}
     embedding, head, offsets = (tensors.pop(name, None) for name in ("embed_tokens.weight", "lm_head.weight", "d2t"))
@@ -211,13 +214,6 @@ def _config_of(settings: dict[str, Any]) -> Any:
         block_size=int(settings["block_size"]),
         mask_token_id=int(settings["mask_token_id"]),
     )
-
-
-def _renamed(name: str) -> str:
-    for theirs, ours in RENAMED_PARAMETERS.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name
 
 
 def _heads(

@@ -14,7 +14,7 @@ import torch
 from hdtool.runtime.caches.kv_cache import LayerShape, extent_for
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.engine_interface import Ranked, TopTokens
-from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, rank_best_paths, rankings_for
+from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, Extend, rank_best_paths, rankings_for
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
 from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, ROWS_PER_PASS
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, CacheRows
@@ -157,6 +157,10 @@ class ModulePasses(ReadingPasses):
     def draft_within_reading(self, depth: int) -> None:
         self.depth, self.rankings = depth, rankings_for(depth)
 
+    def _with_paths(self, first: TopTokens, extend: Extend) -> TopTokens:
+        """Return the ``first`` ranking and, with passes within reading, the rankings after the best paths below it."""
+        return rank_best_paths(first, self.depth, extend) if self.depth else first
+
     def _ranked(self, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, rows: CacheRows) -> TopTokens:
         outputs = self._module(tokens, hidden, rows.places, rows)
         return self._rank_after([output.index_select(0, last) for output in outputs], tokens.index_select(0, last))
@@ -220,7 +224,7 @@ class DraftPasses(ModulePasses):
             positions, places = (root + depth).expand(new), root + 1 + drafted
             return self._rank_rows(rows.extent, root, tokens, positions, ancestors, parents, 1 + drafted, places)
 
-        return rank_best_paths(first, self.depth, extend) if self.depth else first
+        return self._with_paths(first, extend)
 
     def _rank_first(self, outputs: list[torch.Tensor], token: torch.Tensor) -> TopTokens:
         """Store the state of the last accepted token as row 0, and rank the next tokens."""

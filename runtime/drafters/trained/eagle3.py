@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
-from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
+from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter, renamed_parameter
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses
 from hdtool.runtime.drafters.trained.module_parts import Norm, topk_tokens
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
@@ -164,7 +164,7 @@ def load_eagle3(published: PublishedDrafter, target: Target) -> tuple[Eagle3, li
     offsets = tensors.pop(OFFSETS, None)
     embeddings: Any = target.model.get_input_embeddings()
     drafter = Eagle3(settings, int(embeddings.weight.shape[1]), target_width)
-    renamed = {_renamed(name): tensor for name, tensor in tensors.items()}
+    renamed = {renamed_parameter(name, RENAMED_PARAMETERS): tensor for name, tensor in tensors.items()}
     embedding = renamed.pop("embed_tokens.weight", None)
     published.fill(drafter, renamed)
     drafter.to(target.device, target.dtype).requires_grad_(False).eval()
@@ -174,10 +174,3 @@ def load_eagle3(published: PublishedDrafter, target: Target) -> tuple[Eagle3, li
         drafter.embed_tokens = nn.Embedding.from_pretrained(embedding.to(target.device, target.dtype))
     drafter.token_ids = published.token_ids(offsets, drafter.lm_head.out_features, target)
     return drafter, layers_of(settings, int(target.config.num_hidden_layers))
-
-
-def _renamed(name: str) -> str:
-    for theirs, ours in RENAMED_PARAMETERS.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name

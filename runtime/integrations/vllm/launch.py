@@ -217,14 +217,14 @@ class Launch:
         checkpoint = served_checkpoint(weights, self._known.revision)
         tenant = Tenant.served(self._known.served_model_name or (), model, stores.namespace)
         self._tenant = tenant.name if serving.keeps_history else None
-        self._library = StoreOpener(model, tokenizer, checkpoint, stores, tenant)
-        self.store_set = self._library.open()
+        self._store_opener = StoreOpener(model, tokenizer, checkpoint, stores, tenant)
+        self.store_set = self._store_opener.open()
 
     def open_history(self) -> Path | None:
         """Create or check the history store and return its folder; None if answers are not kept."""
         if self._tenant is None:
             return None
-        return self._library.open_history(self._serving.history, self.store_set).folder
+        return self._store_opener.open_history(self._serving.history, self.store_set).folder
 
     @property
     def command(self) -> list[str]:

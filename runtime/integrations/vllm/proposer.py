@@ -40,11 +40,11 @@ def open_drafter(vllm_config: Any) -> BatchDrafter:
         named_model = ModelConfig(model.model, trust_remote_code=model.trust_remote_code)
         checkpoint = served_checkpoint(named_model, model.revision)
         tenant = Tenant.served([model.served_model_name], model.model, settings.tenant)
-        library = StoreOpener(model.model, tokenizer, checkpoint, settings.stores, tenant)
-        store_set = library.open()
+        store_opener = StoreOpener(model.model, tokenizer, checkpoint, settings.stores, tenant)
+        store_set = store_opener.open()
         if settings.serving.keeps_history:
             read_only = not appends_history(vllm_config.parallel_config)
-            store = library.open_history(settings.serving.history, store_set, read_only=read_only)
+            store = store_opener.open_history(settings.serving.history, store_set, read_only=read_only)
             LOGGER.info("hdtool %s answers in %s", "reads" if read_only else "keeps", store.folder)
             store_set = replace(store_set, history=History(store=store))
     except HdtoolError as error:
