@@ -2,12 +2,14 @@
 
 A job replays one method on one part of the conversations. Parts have a fixed size and start with a fresh drafter, so
 results do not depend on the number of processes. If the method has a history, a replay of a conversation depends on
-the conversations before it, so a single job replays all of them.
+the conversations before it, so a single job replays all of them. Worker processes read their jobs from files: only
+paths go through the pool's queue, because a large item in it can block the exit of Python 3.11.4 and older.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -16,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing import active_children, get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import current_thread, main_thread
 from typing import Any
 
@@ -75,7 +79,8 @@ def replay(
         if processes == 1:
             done = [job.play(store_set, progress.advance) for job in jobs]
         else:
-            done = _in_processes(jobs, store_set, processes, progress)
+            with TemporaryDirectory(prefix="hdtool-replay-") as folder:
+                done = _in_processes(_files(jobs, Path(folder)), store_set, processes, progress)
     names = [contender.name for contender in contenders]
     return {name: ReplayResult.joined([part for part in done if part.method == name]) for name in names}
 
@@ -96,9 +101,17 @@ def _jobs(
     return jobs
 
 
+def _files(jobs: Sequence[ReplayJob], folder: Path) -> list[Path]:
+    """Write each job to a file."""
+    files = [folder / str(number) for number in range(len(jobs))]
+    for job, file in zip(jobs, files, strict=True):
+        file.write_bytes(pickle.dumps(job))
+    return files
+
+
 @isolated_children()
 def _in_processes(
-    jobs: Sequence[ReplayJob], store_set: StoreSet, processes: int, progress: ProgressBar
+    jobs: Sequence[Path], store_set: StoreSet, processes: int, progress: ProgressBar
 ) -> list[ReplayResult]:
     context = get_context("spawn")  # a fork would inherit locked mutexes of torch's threads
     turns_done = context.Value("q", 0)
@@ -148,7 +161,8 @@ def _start_worker(store_set: StoreSet, turns_done: Any) -> None:
     _worker.update(store_set=store_set, turns_done=turns_done)
 
 
-def _run(job: ReplayJob) -> ReplayResult:
+def _run(file: Path) -> ReplayResult:
+    job: ReplayJob = pickle.loads(file.read_bytes())
     return job.play(_worker["store_set"], _count_turn)
 
 
