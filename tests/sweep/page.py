@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from textwrap import fill
 
 import transformers
 
@@ -60,7 +61,8 @@ def table(results: list[Result]) -> str:
     """Return all groups, with the types of each in alphabetical order."""
     groups = {verdict: [one for one in results if one.verdict == verdict] for verdict in TITLES}
     counts = "; ".join(f"{len(found)} {SUMMARIES[verdict]}" for verdict, found in groups.items() if found)
-    lines = [f"{len(results)} types of `transformers` {transformers.__version__}: {counts}.", ""]
+    summary = f"{len(results)} types of `transformers` {transformers.__version__}: {counts}."
+    lines = [fill(summary, 120, break_long_words=False, break_on_hyphens=False), ""]
     for verdict, found in groups.items():
         if found:
             lines += [f"### {TITLES[verdict]}", "", *_group(verdict, sorted(found, key=lambda one: one.kind)), ""]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import warnings
@@ -18,8 +19,10 @@ from transformers.utils import logging
 from tests.sweep.checks import check, warm_up
 from tests.sweep.result import WRONG, Result
 
-TIMEOUT_SECONDS = 90.0
-"""Timeout of a type in seconds."""
+CPU_SECONDS = 90
+"""CPU time after which a type is taken to loop. It does not depend on what else the machine computes."""
+TIMEOUT_SECONDS = 900.0
+"""Timeout of a type in seconds, for processes that wait forever."""
 
 
 def sweep(kinds: Iterable[str], *, captures: bool = False) -> Iterator[Result]:
@@ -62,6 +65,7 @@ def _work(sender: Connection, kind: str, captures: bool) -> None:
     silent = os.open(os.devnull, os.O_WRONLY)  # silences what libraries print about each model
     os.dup2(silent, 1)
     os.dup2(silent, 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
     sender.send(check(kind, captures=captures).as_dict())
 
 
