@@ -123,6 +123,8 @@ class Session(Generic[Key]):
         self._waiting.clear()
         for state in states:
             state.end()
+        if self._cache.user is self:
+            self._cache.user = None  # no reference cycle keeps the cache's memory
 
     def _advance(self) -> list[Outcome[Key]]:
         if (self._running or self._prefilling) and self._cache.user is not self:

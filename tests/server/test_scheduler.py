@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from queue import Queue
 from typing import Any, cast
 
@@ -89,6 +90,45 @@ def test_a_session_that_cannot_be_ended_ends_all_answers(loaded: Loaded, monkeyp
     assert not engine.is_alive
     with pytest.raises(OverloadError):
         engine.submit([AnswerJob("", nothing, delivered.put)])
+
+
+def test_the_old_cache_is_freed_before_a_new_one_is_allocated(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = DecodeConfig(method="hd", batch_size=2)
+    _, engine = scheduler_of(loaded, decoding)
+    caches: list[weakref.ref[Any]] = [weakref.ref(engine._session._cache)]
+    allocate, launch = engine._target.allocate, engine._target.launch
+    freed: list[bool] = []
+
+    def allocate_anew(slots: int = 1) -> Any:
+        freed.append(caches[-1]() is None)
+        cache = allocate(slots)
+        caches.append(weakref.ref(cache))
+        return cache
+
+    def fail(*given: Any, **others: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine._target, "allocate", allocate_anew)
+    preparer = Preparer(loaded, decoding, SamplingConfig())
+    (choice,) = preparer.completion(CompletionRequest.of({"prompt": [7, 8], "max_tokens": 20}))
+    delivered: Queue[Any] = Queue()
+
+    def last_delivered() -> Any:
+        while not isinstance(step := delivered.get(timeout=20), Exception) and not step.finish:
+            pass
+        return step
+
+    engine.start()
+    try:
+        monkeypatch.setattr(engine._target, "launch", fail)
+        engine.submit([preparer.job(choice, "", delivered.put)])
+        assert isinstance(last_delivered(), EngineError)
+        monkeypatch.setattr(engine._target, "launch", launch)
+        engine.submit([preparer.job(choice, "", delivered.put)])
+        assert last_delivered().finish and freed == [True]
+        assert engine.running == 0 and engine.cached_tokens > 0
+    finally:
+        engine.stop()
 
 
 def test_a_conversation_gets_the_drafter_of_its_last_turn(loaded: Loaded) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from hdtool.data.errors import HdtoolError, PromptError
 from hdtool.data.stores.tenant import Tenant
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.core.cache_interface import AnyCache
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.prefix_cache import PrefixCache, common_prefix_length
 from hdtool.runtime.core.sequence import Request, Step
@@ -104,14 +105,15 @@ class Scheduler:
         self._is_stopping = False
         self._drafters: dict[AnswerJob, Drafter] = {}
         """The drafter of each job that has been started and not ended."""
+        self._requests: dict[AnswerJob, Request[AnswerJob]] = {}
         self._begin_session()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _begin_session(self) -> None:
-        self._cache = self._target.allocate(self._decoding.batch_size)
-        self._target.prepare(self._cache)
-        self._session = Session[AnswerJob](self._target, self._cache, prefixes=self.prefixes, in_pieces=True)
-        self._requests: dict[AnswerJob, Request[AnswerJob]] = {}
+        cache = self._target.allocate(self._decoding.batch_size)
+        self._target.prepare(cache)
+        self._cache: AnyCache | None = cache
+        self._session = Session[AnswerJob](self._target, cache, prefixes=self.prefixes, in_pieces=True)
 
     @property
     def waiting(self) -> int:
@@ -119,7 +121,7 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        return len(self._session)
+        return len(self._drafters)
 
     @property
     def max_running(self) -> int:
@@ -128,7 +130,7 @@ class Scheduler:
     @property
     def cached_tokens(self) -> int:
         """Number of tokens whose contexts the batch slots hold, idle or in use."""
-        return sum(slot.valid for slot in self._cache.slots)
+        return sum(slot.valid for slot in cache.slots) if (cache := self._cache) else 0
 
     def stores(self, tenant: str) -> StoreSet:
         return self._tenants.store_sets[tenant]
@@ -188,10 +190,11 @@ class Scheduler:
                     return
             try:
                 self._advance()
+                continue
             except Exception as error:  # an engine error ends the running answers, not the server
                 traceback.print_exc(file=sys.stderr)
                 self._end_session(error)
-                self._begin_session()
+            self._begin_session()  # here, since the error refers to the old cache, and there may be no room for two
 
     def _advance(self) -> None:
         """Prefill the next piece of a prompt, or run one step for all running answers."""
@@ -234,12 +237,16 @@ class Scheduler:
             self._tenants.put(job.tenant, drafter, job.prompt)
 
     def _end_session(self, error: Exception) -> None:
-        """End all running answers with an error; raise an exception if the session cannot be ended."""
+        """End all running answers with an error and free the cache; raise an exception if the session cannot end."""
         for job in self._drafters:
             job.deliver(_public_error(error))
         self._drafters.clear()  # the drafters may be in any state, so new ones are made
         self._session.end()
+        self._requests.clear()
+        self._cache = None
+        del self._session
 
 
 def _public_error(error: Exception) -> HdtoolError | EngineError:
-    return error if isinstance(error, HdtoolError) else EngineError(str(error))
+    """Return the error that clients get, without the traceback, whose frames refer to the session's cache."""
+    return error.with_traceback(None) if isinstance(error, HdtoolError) else EngineError(str(error))
