@@ -20,6 +20,8 @@ CONFIG_FILES = ("config.json",)
 """Names of the files of which a folder must have one to be a model's."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "config.json")
 """Names of files, at least one of which every folder with a tokenizer has."""
+ADAPTER_FILE = "adapter_config.json"
+"""Settings of a PEFT adapter."""
 
 
 def place_of(
@@ -43,6 +45,11 @@ def place_of(
     path = Path(name).expanduser()
     if path.is_dir():
         if not any((path / file).is_file() for file in needed):
+            if (path / ADAPTER_FILE).is_file():
+                raise ModelError(
+                    f"{name} holds an adapter without its model: merge them by peft's merge_and_unload, "
+                    "and name the folder that save_pretrained then writes"
+                )
             raise ModelError(f"{name} is a folder without {needed[0]}: name a folder written by save_pretrained")
         return path
     if is_path(name):

@@ -12,6 +12,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from hdtool.runtime.kernels.compact_weight import CompactWeight
 from hdtool.runtime.kernels.packed_matrix import packed_mxfp4, packs_mxfp4
 from hdtool.runtime.model.quantization import MXFP4, library_of
+from hdtool.runtime.weights.checkpoint_identity import ADAPTER_FILE
 from hdtool.runtime.weights.hub import weight_files
 from hdtool.runtime.weights.stored_pieces import Piece, tensors_of
 from hdtool.runtime.weights.transformers_names import stored_weights
@@ -24,7 +25,7 @@ def safetensors_store(folder: Path, settings: Any, model: Any) -> WeightStore | 
     Return None if they lie in files of another kind, or if adapters are added to them.
     """
     files = weight_files(folder)
-    if not files or any(file.suffix != ".safetensors" for file in files) or (folder / "adapter_config.json").is_file():
+    if not files or any(file.suffix != ".safetensors" for file in files) or (folder / ADAPTER_FILE).is_file():
         return None
     pieces = {name: piece for file in files for name, piece in tensors_of(file)}
     experts = _mxfp4_experts(pieces, model) if library_of(settings) == MXFP4 else {}
