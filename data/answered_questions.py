@@ -1,4 +1,4 @@
-"""Answers of a benchmark to its questions, read from and written to rows of Spec-Bench.
+"""Read and write the answers to a benchmark's questions as rows in Spec-Bench's format.
 
 Spec-Bench's scripts read ``choices[0]``: the texts of all turns and, with one number per turn, ``decoding_steps``,
 ``new_tokens`` and ``wall_time``. ``accept_lengths`` holds the number of tokens that each step of all turns yielded.
@@ -120,7 +120,7 @@ class AnsweredQuestion(Answers):
 HDTOOL_TURN_KEYS = ("finish", "nodes", "draft_seconds", "model_seconds", "drafted_by", "sources")
 """Fields of a turn that hdtool adds to Spec-Bench's format."""
 LATER_TURN_KEYS = ("first_seconds", "cpu_seconds", "waited_seconds")
-"""More of them, which results of earlier versions lack."""
+"""Further fields of a turn that hdtool adds; results of earlier versions lack them."""
 
 
 def first_choice(choices: Any) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class Artifact:
         return sum(size for size, _ in self.files.values())
 
     def kept(self) -> Artifact | None:
-        """Return the artifact in the folder if it is whole and was made from the same content by the same versions."""
+        """Return the stored artifact if it is whole and of this kind, identity and versions; None otherwise."""
         kept, alike = Artifact.read(self.folder), (self.kind, self.versions, self.identity)
         with suppress(OSError, ValueError):
             if kept and (kept.kind, kept.versions, kept.identity) == alike:
@@ -105,12 +105,12 @@ def made_once(
     make: Make,
     check: Callable[[], object] = bool,
 ) -> Artifact:
-    """Return the artifact of source files; make it if it is missing, damaged or made from other content.
+    """Return the artifact made from ``sources``; make it if it is missing, damaged or made from other content.
 
-    ``name`` begins its folder's name, and ``fingerprint``, which may be one of samples, is that of the sources.
-    ``activity`` says what making it means, such as "reading model.gguf into". ``make`` writes the files to a folder and
-    returns the details, among them the ``fingerprint`` of the checkpoint. Before anything is written, ``check`` raises
-    an error if the sources can't be used.
+    ``name`` begins the folder's name. ``fingerprint`` identifies the sources' content and may be computed from samples.
+    ``activity`` names the work in messages, as in "reading model.gguf into". ``make`` writes the files to a folder and
+    returns the artifact's details, including the checkpoint's ``fingerprint``. Before anything is written, ``check``
+    raises an error if the sources can't be used.
     """
     states = tuple(map(FileState.of, sources))
     identity = " ".join([fingerprint, *(str(state.size_and_time) for state in states)])

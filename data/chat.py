@@ -19,7 +19,7 @@ Variables = Mapping[str, Any]
 """Additional variables of a chat template, such as ``enable_thinking``."""
 NO_VARIABLES: Variables = {}
 RESERVED_VARIABLES = {"self", "messages", "conversations", "raise_exception", "strftime_now"}
-"""Names that ``apply_chat_template`` passes on itself, besides its parameters, or that templates call."""
+"""Variable names that the user cannot set, in addition to the parameters of ``apply_chat_template``."""
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -33,7 +33,7 @@ SPARE_BYTES = 1 << 26
 
 
 def require_room(name: str, needed: int, folder: Path, variable: str) -> None:
-    """Raise a ``ModelError`` if a folder's disk has no room; the environment variable names the place of the folder."""
+    """Raise a ``ModelError`` unless the disk has room for ``needed`` bytes; ``variable`` relocates the folder."""
     if (free := shutil.disk_usage(folder).free) < needed + SPARE_BYTES:
         raise ModelError(
             f"{name} needs {needed:,} bytes in {folder}, whose disk has {free:,}: make room, or let {variable} name a "

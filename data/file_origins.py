@@ -16,7 +16,7 @@ PNG_METADATA = {"Software": "hdtool"}
 HTML_ENTRY = b'<meta name="generator" content="hdtool'
 MARKDOWN_ENTRY = b"<!-- hdtool report -->"
 HEAD_BYTES = 4096
-"""Number of leading bytes that contain the marks above."""
+"""Number of bytes at the start of a file that are searched for hdtool's marks."""
 
 
 def is_json_with(keys: Collection[str], format: int) -> Callable[[Path], bool]:

@@ -58,7 +58,7 @@ class GGUFHeader:
     data: int
     """Offset in bytes of the tensor data in the file."""
     places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Where the file holds each key with its value: offsets in bytes of the start and the end."""
+    """Start and end offset in bytes of each metadata entry (key and value) in the file, by key."""
 
     @classmethod
     def read(cls, path: Path) -> GGUFHeader:

@@ -1,4 +1,4 @@
-"""hdtool's home, and the places in it of all that is measured, proved or made once."""
+"""Paths of hdtool's home and of the measurements, proofs, artifacts and set-ups in it."""
 
 from __future__ import annotations
 

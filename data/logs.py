@@ -5,8 +5,8 @@ streamed answer is empty, so the answer is joined from its chunks, which have id
 chat template (``--enable-log-requests``; from 0.11 at level DEBUG) and answers (``--enable-log-outputs``); some
 versions of vLLM log the JSON body of a request. Requests and answers are paired, and all other lines are skipped.
 
-``llm`` up to 0.31 has one row of ``responses`` per exchange. Later versions keep ``messages`` as a tree: each
-points to its parent, and ``turns`` to each answer.
+``llm`` up to 0.31 has one row of ``responses`` per exchange. Later versions keep ``messages`` as a tree, in which each
+message points to its parent, and list the answers in ``turns``.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ select role, (
   from (select text, payload from parts where message_hash = chain.hash and type = 'text' order by position)
 ) from chain order by depth desc
 """
-"""Roles and texts of the messages up to one. A text is stored whole, or as literal pieces and fragments."""
+"""Query for roles and texts of a message and those before it; a text is whole or in literal pieces and fragments."""
 FRAGMENTS_QUERY = """
 select content from fragments join {table} on {table}.fragment_id = fragments.id
 where {table}.response_id = ? order by {table}."order"

@@ -1,4 +1,4 @@
-"""How much memory the system has to spare, memory mappings of their own, and objects that are never collected."""
+"""Available memory, anonymous memory mappings, and exclusion of objects from garbage collection."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ HUGE_PAGE = 2 << 20
 
 
 def mapped_memory(size: int, *, huge_pages: bool = False) -> mmap.mmap:
-    """Return ``size`` bytes of zeros in a mapping of their own, which is released with its last user.
+    """Return ``size`` zeroed bytes in a separate anonymous mapping, which is unmapped with its last user.
 
-    With ``huge_pages``, it lies in huge pages where the system has them: memory that is read whole, such as weights, is
-    then read faster, with fewer misses of the TLB.
+    With ``huge_pages``, huge pages are requested; they reduce TLB misses when all of it is read, as with weights.
     """
     memory = mmap.mmap(-1, size, **PRIVATE)
     if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -37,7 +36,7 @@ def available_memory() -> int | None:
 
 
 def freeze_objects() -> None:
-    """Exclude all objects of this process from garbage collection."""
+    """Exclude all objects that exist now from garbage collection."""
     gc.freeze()
     atexit.register(_thaw_objects)
 

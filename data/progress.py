@@ -1,4 +1,4 @@
-"""Show progress bars, and numbers in words."""
+"""Progress bars, and numbers formatted for messages."""
 
 from __future__ import annotations
 

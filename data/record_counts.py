@@ -85,7 +85,7 @@ class Tally:
         ]
 
     def check(self, tolerance: float) -> None:
-        """Raise RecordError if too much of the inputs is unusable.
+        """Raise RecordError if no file can be read, or if the unusable share of the inputs exceeds ``tolerance``.
 
         A file that cannot be read counts with its share of all bytes, because its number of records is unknown.
         """

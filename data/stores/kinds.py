@@ -9,7 +9,7 @@ MODEL_KIND, CORPUS_KIND, HISTORY_KIND = "model", "corpus", "history"
 
 
 class StoreKind(NamedTuple):
-    """What tells stores of one kind from others."""
+    """Format, files and build command of one kind of store."""
 
     format: int
     """Version of the format."""
@@ -20,7 +20,7 @@ class StoreKind(NamedTuple):
     command: str = ""
     """Command that builds a store; empty for a history, which is appended to and never built."""
     options: tuple[str, ...] = ()
-    """Options of this command that the manifest records and that every rebuild reuses."""
+    """Options of the build command that the manifest records and that every rebuild reuses."""
 
     @property
     def rebuild_advice(self) -> str:

@@ -28,7 +28,7 @@ SHOWN_HASH_DIGITS = 12
 """Number of digits shown of an input's hash."""
 _FINGERPRINT = re.compile("[0-9a-f]{16}")
 TOKENIZER_DETAIL = "tokenizer"
-"""Name of an artifact's detail with the hash of its tokenizer, and what the hash was computed for."""
+"""Key of an artifact's detail ``[hash, size, ids]``: its tokenizer's hash and size, and its ids for a sample text."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class TokenizerFingerprint:
 
 
 def _kept_hash(tokenizer: PreTrainedTokenizerBase, cut: list[int], folder: str) -> str:
-    """Return ``_hash_of`` a tokenizer, which is kept with the artifact that holds its files, if any.
+    """Return a tokenizer's hash, cached in the artifact that holds the tokenizer's files, if any.
 
-    The kept hash counts while the files are unchanged and the tokenizer has the same size and still makes the same cut.
+    The cached hash is used if neither the files, nor the tokenizer's size, nor ``cut`` (ids of a sample text) changed.
     """
     artifact = Artifact.read(Path(folder)) if folder else None
     artifact = artifact and artifact.kept()

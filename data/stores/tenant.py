@@ -22,7 +22,7 @@ WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9])")
 
 @dataclass(frozen=True)
 class Tenant:
-    """A user or served name with stores and a history of its own; by default, the one whom all others share."""
+    """User or served name with stores and a history of its own; by default, the shared tenant, who has no name."""
 
     name: str = ""
     """Name under which answers are kept."""
