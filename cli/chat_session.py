@@ -115,7 +115,7 @@ def read_chat(path: Path) -> list[Message]:
 
 COMMAND_PREFIX = "/"
 NEEDED = {"FILE": "the name of a file", "NUMBER": "a number"}
-"""Maps what a slash command cannot go without, as /help shows it, to words for it."""
+"""Descriptions of the arguments that slash commands require, by the names that /help shows."""
 GREEDY_NOTE = "at temperature 0 the answer is the same again: /temperature 0.7 lets the next /retry draw another"
 CONTEXT_ADVICE = "/undo takes back the last turn, /clear begins a new conversation"
 FINISH_NOTES = {
@@ -141,7 +141,7 @@ class ChatSession:
         self._stats: list[Stats] = []
         """Statistics of all answers in this session."""
         self._answered_greedily: list[Message] = []
-        """Messages up to the last question if it has a whole greedy answer, which would be the same again."""
+        """Messages that the last answer replied to, if it was greedy and not interrupted: a retry would repeat it."""
         self._files: set[Path] = set()
         """Resolved paths that this session wrote or read, and may overwrite."""
         self._commands: dict[str, tuple[Callable[[str], None], str, str]] = {

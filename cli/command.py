@@ -52,7 +52,7 @@ SHORT_NAMES = {"--model": "-m", "--prompt": "-p", "--max-new-tokens": "-n", "--o
 SCREEN_LINES = 45
 """Largest number of lines of ``--help``."""
 HELP_ALL, SHORTENED = "help_all", "shortened"
-"""Names of the parameter ``--help-all``, and of the mark of a help that shows only what most users need."""
+"""Name of the parameter ``--help-all``, and key that marks a context whose help leaves out rare options."""
 SECOND_NAME = re.compile(r"(?<=\w\w), --[\w-]+")
 NON_BREAKING_HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
@@ -148,7 +148,7 @@ def help_all() -> inspect.Parameter:
 
 
 class Option(OptionInfo):
-    """Option that ``--help`` shows in ``panel``; typer's class with the option's use.
+    """Typer option with a panel in ``--help`` and the ``Use`` that says when the option has an effect.
 
     ``values`` are offered for completion, also within a comma-separated list.
     """
@@ -168,7 +168,7 @@ class Option(OptionInfo):
 
 
 def use_of(command: TyperCommand, name: str) -> Use:
-    """Return the use that an option of a command declares."""
+    """Return the ``Use`` that a command's option declares, or ``ANY_USE`` if it declares none."""
     parameter = inspect.signature(command.callback).parameters.get(name) if command.callback else None
     shown = get_args(parameter.annotation)[-1] if parameter else None
     return shown.use if isinstance(shown, Option) else ANY_USE

@@ -1,4 +1,4 @@
-"""``hdtool convert`` and ``export``."""
+"""``hdtool convert`` and ``export``: rewrite conversations, and export models and stores for other programs."""
 
 from __future__ import annotations
 

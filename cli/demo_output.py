@@ -1,4 +1,4 @@
-"""Format the demo's answers, shortened, and what drafting brought, so that all of it fits one screen."""
+"""Format the demo's shortened answers and the gain from drafting so that everything fits one screen."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ ANSWER_LINES = 5
 """Number of lines of an answer that are shown; the last one may say how many are not."""
 END_COLOR = "\033[0m"
 HARDLY_FASTER = 1.1
-"""Speed-up below which a line gives the reason."""
+"""Speed-up below which a line explains why drafting hardly paid."""
 MOSTLY_NEW = 0.75
-"""Share of a text that was not drafted above which this is the reason."""
+"""Share of undrafted tokens in an answer above which they are given as the reason for a small speed-up."""
 
 
 def fitted(text: str) -> str:
@@ -81,7 +81,7 @@ def figures(compared: Comparison) -> str:
 
 
 def reasons(compared: Comparison) -> list[str]:
-    """Return a line with the reason if drafting hardly paid, else nothing."""
+    """Return a line that explains why drafting hardly paid; an empty list if it paid or drafted nothing."""
     stats = compared.drafted.stats
     if compared.speed_up.best_known >= HARDLY_FASTER or not stats.drafted.any():
         return []
@@ -92,7 +92,7 @@ def reasons(compared: Comparison) -> list[str]:
 
 
 def total_figures(parts: Sequence[Comparison]) -> str:
-    """Return what drafting brought for all answers, and a line on the clock if other programs disturbed it."""
+    """Return the gain from drafting over all answers, and a warning if other programs disturbed the wall times."""
     total = reduce(add, parts)
     title = f"▌ in total: {total.same} of {len(parts)} answers are identical; the times include reading the prompt"
     lines = [wrap_text(title, _columns() + len(INDENT)), figures(total)]

@@ -28,7 +28,7 @@ COMMANDS_ELSEWHERE = {
     "help": "hdtool --help lists the commands, and hdtool COMMAND --help explains one",
     "version": "hdtool --version prints it",
 }
-"""Commands of similar tools, such as Ollama and llm, each with what does the same in hdtool."""
+"""Commands of similar tools, such as Ollama and llm, each with its counterpart in hdtool."""
 
 
 def unknown_command(word: str, commands: Iterable[str]) -> str:
