@@ -1,4 +1,4 @@
-"""What ``hdtool demo`` shows: stores for its real model, and answers by plain decoding and with drafts, side by side.
+"""The stores of ``hdtool demo``'s real model, and the demo's comparison of plain decoding with drafting.
 
 Imports `data`, `runtime` and the other builders.
 """

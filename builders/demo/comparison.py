@@ -28,9 +28,9 @@ PLAIN, DRAFTED = "plain", "drafted"
 MAX_ROUNDS = 3
 """Number of times that each question is answered by both methods, if there is time."""
 SECONDS_PER_QUESTION = 2.5
-"""No further round of a question begins after so many seconds."""
+"""Seconds after which no further round of a question begins."""
 ENGINE_TOKENS = 32
-"""Number of tokens by which plain decoding is compared with ``generate``."""
+"""Length, in tokens, of the answer on which plain decoding is compared with ``generate``."""
 MAX_DEVIATION = 0.05
 """Relative difference between the speed-ups by the clock and by CPU time above which the machine counts as busy."""
 
@@ -41,7 +41,7 @@ class SpeedUp:
 
     by_clock: float
     by_cpu: float
-    """In CPU time, which other programs change little."""
+    """Ratio of CPU times, on which other programs have little effect."""
 
     @classmethod
     def of(cls, figures: Figures, other: Figures) -> SpeedUp:
@@ -121,9 +121,9 @@ def median_figures(rounds: Sequence[AnsweredTurn], device: torch.device) -> Figu
 
 
 def engine_and_generate(loaded: Loaded, loading: ModelConfig, prompt: Prompt) -> tuple[Figures, Figures]:
-    """Return the figures of transformers' ``generate`` and of plain decoding, which answer a prompt on one thread each.
+    """Answer a prompt on one thread with transformers' ``generate`` and with plain decoding; return both figures.
 
-    With more threads, those of a library that waits for its own would take the cores of a busy machine from the rest.
+    With several threads, a library that busy-waits would take the cores of a busy machine from everything else.
     """
     decoding, threads = DecodeConfig("ar", max_new_tokens=ENGINE_TOKENS), torch.get_num_threads()
     contenders = ContenderFactory(loaded, StoreSet(), loading, decoding, SamplingConfig()).contenders(

@@ -1,4 +1,4 @@
-"""The plot of what forward passes cost."""
+"""Plot the latency of forward passes."""
 
 from __future__ import annotations
 

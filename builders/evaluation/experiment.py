@@ -21,7 +21,7 @@ from hdtool.runtime.target.target import Target
 
 Question = TypeVar("Question")
 Answering = Callable[[Question], Sequence[AnsweredTurn]]
-"""A contender at work: answers all turns of a question."""
+"""Function by which a contender answers all turns of a question."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Experiment(Generic[Question]):
     """
 
     contenders: Mapping[str, Callable[[], Answering[Question]]]
-    """Functions that make each contender, which then has learned nothing from earlier questions."""
+    """Functions that make the contenders; a new contender has learned nothing from earlier questions."""
     rounds: int = 1
     memory: str = COLD
     """A ``COLD`` contender answers one question only; a ``WARM`` one answers all questions of a round."""
     max_seconds: float = math.inf
-    """No further round of a question begins after so many seconds."""
+    """Seconds after which no further round of a question begins."""
 
     def rows(self, questions: Sequence[Question], done: int = 0) -> Iterator[list[Row]]:
         """Yield the rows of each question, skipping the first ``done`` questions."""
@@ -138,7 +138,7 @@ def timed_turn(target: Target, request: Request[Any], *, prefix_caching: bool = 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a contender took for one or more answers."""
+    """Token count, times and decoding statistics of one or more answers of a contender."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -151,7 +151,7 @@ class Figures:
 
     @classmethod
     def of(cls, turns: Iterable[AnsweredTurn]) -> Figures:
-        """Return the total of turns."""
+        """Return the sum over several turns."""
         whole = cls()
         for turn in turns:
             decoded = (turn.stats, turn.later) if isinstance(turn, DecodedTurn) else ()

@@ -1,4 +1,4 @@
-"""Pictures, drawn by matplotlib."""
+"""Draw figures with matplotlib and encode them as PNG."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hdtool.data.file_origins import PNG_METADATA
 
 OPEN_FRAME = {"axes.spines.top": False, "axes.spines.right": False}
 GRID = {**OPEN_FRAME, "axes.grid": True, "grid.alpha": 0.3}
-"""Settings of matplotlib."""
+"""matplotlib settings for a faint grid without the top and right spines."""
 
 
 def png_of(
     draw: Callable[[Any], object], inches: tuple[float, float], dpi: int, settings: Mapping[str, Any] = GRID
 ) -> bytes:
-    """Return what ``draw`` draws on a new figure."""
+    """Call ``draw`` with a new figure of size ``inches``; return the figure as a PNG."""
     from matplotlib import style
     from matplotlib.figure import Figure  # not pyplot, which keeps global state
 

@@ -89,7 +89,7 @@ class SourceShare:
     accepted: int
     hits: int
     unique: int
-    """Number of distinct accepted tokens."""
+    """Number of distinct token ids among the accepted tokens."""
     seconds: float
 
 

@@ -87,7 +87,7 @@ def _queued_seconds(threads: Path = OWN_THREADS) -> float:
 
 
 class Measured(Protocol):
-    """Work that was measured: a ``Stopwatch``, an answer, or the total of several."""
+    """Protocol of a measurement: a ``Stopwatch``, an answer, or the total of several."""
 
     @property
     def seconds(self) -> float: ...

@@ -1,4 +1,4 @@
-"""Processes that train together."""
+"""Data-parallel training by one process, or by the processes of ``accelerate launch``."""
 
 from __future__ import annotations
 

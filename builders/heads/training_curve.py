@@ -1,4 +1,4 @@
-"""The plot of a training's losses and accuracies."""
+"""Plot the losses and accuracies of a training run."""
 
 from __future__ import annotations
 
