@@ -1,5 +1,5 @@
-"""Answers to prompts (``answerer.py``, ``dialogues.py``, ``streamed_answer.py``) and their samplers.
+"""Answers prompts: requests and samplers (``answer_plan.py``), sessions (``answerer.py``, ``dialogues.py``), texts.
 
-They are made with the subpackages, none of which but `integrations` imports a module from here.
-Of the rest of hdtool, only ``data`` is imported.
+Of the subpackages, only `integrations` imports modules of this level. Of the rest of hdtool, ``runtime`` imports only
+``data``.
 """

@@ -47,7 +47,7 @@ NEUTRAL_SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """All that an answer needs but its drafter."""
+    """Everything that the request for an answer needs except the drafter."""
 
     prompt: Sequence[int]
     sampler: Sampler
@@ -107,9 +107,9 @@ def sampler_for(
 def criteria_and_ends(
     criteria: StoppingCriteriaList, device: torch.device, scores: Callable[[Any], Any] = lambda _: None
 ) -> tuple[list[Criterion], frozenset[int]]:
-    """Return transformers' stopping criteria as criteria of a sampler, and the tokens that end an answer.
+    """Convert transformers' stopping criteria to criteria of a sampler; return them, and the tokens that end an answer.
 
-    The loop itself checks these tokens and the length. ``scores`` returns the scores that criteria are called with.
+    End tokens and the length are left to the loop. ``scores`` computes the scores to call transformers' criteria with.
     """
     ends = {token for each in criteria if type(each) is EosTokenCriteria for token in each.eos_token_id.tolist()}
     checked = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
@@ -121,7 +121,7 @@ def criteria_and_ends(
 
 
 def _completes(text: TextStream) -> Criterion:
-    """Return the criterion that a token completes a stop string of ``text``."""
+    """Return a criterion that is met once a token completes a stop string of ``text``."""
 
     def is_met(sampler: Sampler, token: int) -> bool:
         text.add([token])
@@ -133,7 +133,7 @@ def _completes(text: TextStream) -> Criterion:
 def _processors_and_criteria(
     loaded: Loaded, config: SamplingConfig, prompt: Sequence[int], max_new_tokens: int
 ) -> tuple[LogitsProcessorList, StoppingCriteriaList]:
-    """Get what ``generate`` would use from a ``custom_generate`` that returns before the first forward pass."""
+    """Collect the processors and criteria of ``generate`` by a ``custom_generate`` that runs no forward pass."""
     model = loaded.target.model
     settings = model.generation_config
     refuse_settings(settings)

@@ -1,6 +1,6 @@
-"""Compile parts of the program and keep the code: the program of a ``CompileProcess``.
+"""Program that a ``CompileProcess`` runs: compiles parts of hdtool and keeps their code.
 
-Each completed step is reported by a line with the part's name.
+After each completed step, it prints a line with the part's name.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hdtool.runtime.kernels.compile_process import PASSES, STEPS
 from hdtool.runtime.model.lean_imports import import_leanly
 
 NICENESS = 5
-"""How far below this machine's other processes the compiler runs, such as one that answers meanwhile."""
+"""Niceness of the compiler, so that it yields to other processes, such as one that answers meanwhile."""
 
 
 def compile_part(part: str) -> None:
-    """Compile a part step by step, and report each step."""
+    """Compile a part step by step, print a line after each step, and mark the part as compiled."""
     for _, step in zip(STEPS[part], _pass_steps() if part == PASSES else _drafter_steps(), strict=True):
         step()
         _report(part)

@@ -1,4 +1,4 @@
-"""Answer the prompts of several dialogues together, and give out the answers in the order of the prompts."""
+"""Answer the prompts of several dialogues in one batch, and yield the answers in the order of the prompts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Dialogues:
         tokenizer: PreTrainedTokenizerBase,
         stop: Sequence[str] = (),
     ) -> None:
-        """``drafters`` holds one drafter for each dialogue that is answered concurrently; ``stop``, stop strings."""
+        """``drafters`` has a drafter for each dialogue of a batch; answers end before the strings in ``stop``."""
         self._session, self._steps = session, session.steps()
         self._make_request = make_request
         self._tokenizer, self._stop = tokenizer, stop
@@ -89,7 +89,7 @@ class Dialogues:
             self._steps.close()
 
     def _advance(self) -> None:
-        """Generate one more step of the session, and start the next turn or dialogue if it ends an answer."""
+        """Run the session for one step of an answer; if the step ends the answer, start the next turn or dialogue."""
         request, step = next(self._steps)
         dialogue = request.key
         answer = dialogue.answers[-1]

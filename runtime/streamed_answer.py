@@ -1,4 +1,4 @@
-"""One answer: its text, streamed while it is generated, its tokens and its statistics."""
+"""An answer whose text is streamed while it is generated, with its tokens and statistics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Answer:
         generate: Callable[[], None],
         stop: Sequence[str] = (),
     ) -> None:
-        """``question`` is the user turn that is answered. ``generate`` generates on, and calls ``add`` for its steps.
+        """``question`` is the user turn to answer. ``generate`` decodes further and calls ``add`` for each new step.
 
         ``stop`` holds the stop strings; the text ends before the first one that occurs.
         """
@@ -38,7 +38,7 @@ class Answer:
         self._tokenizer, self._stop = tokenizer, stop
         self._generate = generate
         self._steps: deque[Step] = deque()
-        """Steps whose text was not given out yet."""
+        """Steps whose text has not been yielded yet."""
         self._add_seconds = self.stats.timing(request.drafter)
 
     def add(self, step: Step) -> None:
@@ -63,7 +63,7 @@ class Answer:
         return before_stop(pieces_of(self._tokenizer, drafted), self._stop)
 
     def _next_step(self) -> Step | None:
-        """Return the next step whose text was not given out yet, or None if the answer has ended."""
+        """Return the next step whose text has not been yielded, decoding if needed; None if the answer has ended."""
         while not self._steps and not self.stats.finish:
             self._generate()
         return self._steps.popleft() if self._steps else None

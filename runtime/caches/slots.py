@@ -31,7 +31,7 @@ class Slot:
         self.version = 0
         """Number of changes to the model before the prompt was read, or ``NEVER_CONTINUED``."""
         self.last_use = 0
-        """Number of prompts that a prefix cache had begun when the slot's one began."""
+        """Time of the slot's last use, counted in prompts that a prefix cache has begun."""
         self.tree: DraftTree | None = None
         """Last verified tree; None once a path of it is committed."""
         self.hidden_of_tree: torch.Tensor | None = None

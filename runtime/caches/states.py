@@ -159,7 +159,7 @@ class StatesOfTree(Protocol):
 
 
 class KeptStates:
-    """What a slot keeps of its sequence besides keys and values: nothing, unless a subclass says otherwise.
+    """Base class of the states that a slot keeps besides keys and values; this class keeps none.
 
     Kept states can be rolled back to certain lengths only.
     """

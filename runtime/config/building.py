@@ -88,7 +88,7 @@ PARTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _kinds(*kinds: str) -> Use:
-    """Return the use of a part that only these kinds of heads have, and leave to choose."""
+    """Return the ``Use`` of a setting that only these kinds of heads leave open; for others, it has no effect."""
 
     def no_effect(given: Mapping[str, Any]) -> object:
         if given["medusa"] and MEDUSA not in kinds:

@@ -31,8 +31,8 @@ class Panel(StrEnum):
 
 
 NoEffect = Callable[[Mapping[str, Any]], object]
-"""Takes the values of all options of a command, by name, and returns why an option has no effect with them, or else
-something false. Advice may follow a colon; without it, the advice is to leave the option out."""
+"""Takes the values of all options of a command, by name, and returns why an option has no effect with them, or else a
+falsy value. Advice may follow a colon; without a colon, users are advised to leave the option out."""
 
 
 @dataclass(frozen=True)

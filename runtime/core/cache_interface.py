@@ -21,7 +21,7 @@ class AnySlot(Protocol):
     version: int
     """Number of changes to the model before the prompt was read, or ``NEVER_CONTINUED``."""
     last_use: int
-    """Number of prompts that a prefix cache had begun when the slot's one began."""
+    """Time of the slot's last use, counted in prompts that a prefix cache has begun."""
 
     @property
     def bytes(self) -> int: ...

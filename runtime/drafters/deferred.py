@@ -30,7 +30,7 @@ def deferred(method: str, make: Callable[[], list[Drafter]], number: int) -> lis
 
 @cache
 def _loading() -> Thread:
-    """Return the thread that waits for the compiled code and loads it, so that no step of an answer has to."""
+    """Start and return a thread that loads the code once it is compiled, so that no step of an answer has to."""
 
     def load() -> None:
         wait_until_compiled(DRAFTER, shown=False)
@@ -44,7 +44,7 @@ def _loading() -> Thread:
 class DeferredDrafter(WrappedDrafter):
     """Drafts nothing until the code of another drafter is loaded, then delegates to that drafter.
 
-    A drafter that joins an answer reads what was answered before as a part of the prompt.
+    A drafter that joins during an answer treats the tokens emitted so far as part of the prompt.
     """
 
     predicts = True

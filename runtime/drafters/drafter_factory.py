@@ -46,7 +46,7 @@ DrafterFactory = Callable[[DecodeConfig, StoreSet, BudgetFactory, Target | None]
 
 
 def compile_ahead(model: ModelConfig, *methods: str) -> None:
-    """Start to compile what this model and these methods need in another process, unless it is compiled."""
+    """Start compiling what this model and these methods need in another process, unless it has been compiled."""
     on_cpu = model.fused_layers and pick_device(model.device).type == "cpu"
     drafts = not {*HIERARCHIES}.isdisjoint(methods)
     start_compiling(*[PASSES] * on_cpu, *[DRAFTER] * drafts)
@@ -59,7 +59,7 @@ def compile_hierarchy() -> None:
 
 
 def finish_compiling() -> None:
-    """Wait until all is compiled that ``compile_ahead`` began to, so that passes can be timed on an idle machine."""
+    """Wait for everything that ``compile_ahead`` started compiling, so that passes are timed on an idle machine."""
     for part in PARTS:
         wait_until_compiled(part)
 
@@ -80,10 +80,10 @@ def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> l
 
 
 class DrafterMaker:
-    """Makes drafters for answers of a target, which share the measured costs of its passes."""
+    """Makes drafters for a target; they share the measured costs of its passes."""
 
     def __init__(self, target: Target, sizes: Collection[int]) -> None:
-        """``sizes`` are the numbers of answers for which passes are timed, when a drafter first needs their costs."""
+        """``sizes`` are the batch sizes for which passes are timed as soon as a drafter needs their costs."""
         self._target, self._costs = target, cache(partial(shared_costs_for, target, sizes))
 
     def make(self, config: DecodeConfig, stores: StoreSet) -> Drafter:

@@ -1,6 +1,6 @@
 """Backends that compute a model's passes: compiled code (`cpu`), captured steps (`captured`) and stock code (`stock`).
 
-`backend` has their interface, and an engine that runs each pass by the first that accepts it; `capture` has the
-interface of what captures passes on a device. Imports only `data`, `runtime/caches`, `runtime/core` and
+`backend` has their interface, and an engine that runs each pass by the first backend that accepts it; `capture`
+defines how passes are captured on a device. Imports only `data`, `runtime/caches`, `runtime/core` and
 `runtime/model`.
 """

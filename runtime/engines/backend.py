@@ -1,4 +1,4 @@
-"""Backends, the ways to compute a model's passes, and an engine that runs each pass by the first that accepts it."""
+"""Interface of backends, which compute passes, and an engine that runs each pass by the first one that accepts it."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class BackendEngine:
         self.stock_passes = stock
 
     def _run(self, run: Callable[[Backend], T | None]) -> T:
-        """Return what the first backend returns that accepts a pass; ``run`` calls one of its methods."""
+        """Call ``run`` with each current backend in turn; return the first result that isn't None."""
         for backend in self._backends:
             if backend.is_current and (result := run(backend)) is not None:
                 return result

@@ -1,4 +1,4 @@
-"""Functions captured on a device and replayed: the interface of what captures them, and one capture per shape."""
+"""Interface for capturing functions on a device to replay them, and captured functions by shape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hdtool.data.notes import note
 Shape = TypeVar("Shape")
 Output = TypeVar("Output")
 RETRY_AFTER = 256
-"""Number of steps of one shape after which it is captured again, if there was not enough memory before."""
+"""Number of uses after which capturing a function is tried again, if memory was too short before."""
 
 Run = Callable[[], None]
 
@@ -38,10 +38,10 @@ def never(device: torch.device) -> Capture | None:
 
 
 class CapturedRun(Generic[Output]):
-    """A captured function. If memory was too short to capture it, that is due again after ``RETRY_AFTER`` uses."""
+    """A captured function; if memory was too short to capture it, another attempt is due after ``RETRY_AFTER`` uses."""
 
     run: Run | None = None
-    """Replays the function, or runs it if memory was too short to capture it; None if it is too short to run it."""
+    """Replays the function, or runs it if it is not captured; None if memory was too short even for running it."""
     output: Output | None = None
     """What the function returned when it was last called, such as tensors that replays overwrite."""
 
@@ -85,7 +85,7 @@ class CapturedRuns(dict[Shape, CapturedRun[Output]]):
         return captured
 
     def of_any(self, shape: Shape, compute: Callable[[], Output]) -> CapturedRun[Output] | None:
-        """Return the captured function of a shape; None from the first function on that cannot be captured."""
+        """Do as ``of`` does, but return None from the first time on that a function cannot be captured."""
         try:
             return None if self.has_failed else self.of(shape, compute)
         except Exception:  # code that cannot be captured may raise any error
@@ -98,7 +98,7 @@ OUT_OF_MEMORY = "out of memory", "alloc_failed"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if an error, or one that it followed, says that the device's memory is short.
+    """Return True if an error, or one in its chain of causes, says that the device is out of memory.
 
     A capture that runs out of memory may end with a second error, about the end of the capture.
     """
@@ -111,7 +111,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @cache
 def note_uncaptured() -> None:
-    """Print a note, once."""
+    """Tell the user, once per process, that memory is too short to capture a step."""
     note(
         "there is not enough GPU memory to capture a step as a CUDA graph: it runs without one, which is slower, "
         f"and capturing is tried again every {RETRY_AFTER} steps"

@@ -45,15 +45,15 @@ OFFERED: Mapping[type[Settings], tuple[str, ...]] = {
     StoresConfig: ("model_db", "corpus_db"),
     SamplingConfig: ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop"),
 }
-"""Settings that are options of a prompt, besides ``max_tokens``."""
+"""Settings that users can pass as options of a prompt, besides ``max_tokens``."""
 HELPS = {"method": f"Drafting method: {', '.join(METHODS)}.", "stop": "Text that ends an answer and is cut off."}
 """Help texts that replace those of the settings."""
 DEMO_MODELS = {name: name for name in demo.NAMES}
-"""Places of the models that are always there, by their names."""
+"""Places of the demo's models, which are always available, by name."""
 HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 Configured = TypeVar("Configured", bound=Settings)
 _async_answers = ThreadPoolExecutor(1, "hdtool-llm")
-"""Thread in which async models answer one prompt after the other."""
+"""Thread in which async models answer one prompt at a time."""
 
 
 def _options() -> type[Any]:
@@ -74,7 +74,7 @@ def _options() -> type[Any]:
 
 
 def _settings(kind: type[Configured], options: Any, **more: Any) -> Configured:
-    """Return the settings that the options of a prompt give; ``more`` holds further settings."""
+    """Return settings with the values given in a prompt's options; ``more`` holds further values."""
     given = {name: value for name in OFFERED[kind] if (value := getattr(options, name)) is not None}
     if "stop" in given:
         given["stop"] = (given["stop"],)
@@ -127,7 +127,7 @@ class HdtoolModel(llm.Model):  # type: ignore[misc]  # llm is not installed for 
 
 
 class AsyncHdtoolModel(llm.AsyncModel):  # type: ignore[misc]  # llm is not installed for type checks
-    """Async counterpart of a ``HdtoolModel``, which does the work in a thread of its own."""
+    """Async counterpart of an ``HdtoolModel``, which it runs in a separate thread."""
 
     can_stream = True
     supports_schema = True
@@ -172,7 +172,7 @@ def _conversation(prompt: Any) -> Prompt:
 
 
 def _usage_details(stats: Stats) -> dict[str, Any]:
-    """Return what ``llm`` shows beside the numbers of tokens; zeros are left out."""
+    """Return the usage details that ``llm`` shows besides token counts, leaving out zeros."""
     details: dict[str, Any] = {
         "tokens_per_step": round(stats.tokens_per_step, 2),
         "steps": stats.steps,
@@ -191,7 +191,7 @@ _model = cache(HdtoolModel)  # `llm` registers all models again for each look-up
 
 @llm.hookimpl
 def register_models(register: Callable[..., None]) -> None:
-    """Register the demo's models and those that the user added; of these none if the file of them is damaged."""
+    """Register the demo's models and those that the user added; if the file with the latter is damaged, only warn."""
     try:
         added = _added()
     except ModelError as error:
@@ -252,7 +252,7 @@ def _errors_for_click() -> Iterator[None]:
 
 
 def _added() -> dict[str, str]:
-    """Return the place of each model that the user added, by its name. Raises ModelError if the file is damaged."""
+    """Return the places of the models that the user added, by name. Raises ModelError if their file is damaged."""
     file = _models_file()
     return json_object(file.path) if file.exists() else {}
 

@@ -21,7 +21,7 @@ class HierarchyWorker(NGRAMWorker):  # type: ignore[misc]  # SGLang is not insta
     """
 
     draft_token_num: int
-    """Number of nodes of each tree in the next pass, root included; the scheduler reads it by its second name."""
+    """Nodes of each tree in the next pass, root included; the scheduler reads ``speculative_num_draft_tokens``."""
     speculative_num_draft_tokens: int
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:

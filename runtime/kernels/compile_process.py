@@ -19,7 +19,7 @@ from hdtool.data.progress import progress_bar
 from hdtool.runtime.kernels.code_folder import is_compiled, keeps_code
 
 PASSES, DRAFTER = PARTS = ("passes", "drafter")
-"""What is compiled, in this order."""
+"""Parts of the program that the process can compile, in this order."""
 STEPS = {PASSES: ("attention and MLPs", "forward passes"), DRAFTER: ("look-ups and tree growth",)}
 """The steps of each part, as progress shows them."""
 NOUNS = {PASSES: "forward passes", DRAFTER: "the drafter"}

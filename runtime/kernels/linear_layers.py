@@ -21,7 +21,7 @@ ORDINARY_TENSORS = (torch.Tensor, Parameter)
 
 
 def is_readable(weight: Any, dtypes: Container[torch.dtype] = (torch.float32,)) -> bool:
-    """Return True if compiled code can read a weight with one of ``dtypes``, or its stored form, where it lies."""
+    """Return True if compiled code can read a weight with one of ``dtypes``, or its stored form, in place."""
     is_ordinary = type(weight) in ORDINARY_TENSORS or is_compact(weight)
     return is_ordinary and weight.dtype in dtypes and weight.is_cpu and weight.is_contiguous()
 

@@ -99,7 +99,7 @@ KERNELS = np.dtype(
     ],
     align=True,
 )
-"""How matrices in a format are multiplied."""
+"""Record of the functions and sizes by which matrices in one format are multiplied."""
 PREPARED_COLUMNS = 32
 MATMUL_ARGUMENTS = 10
 """Number of arguments of a matmul: kernels, matrix, out_features, columns, inputs, rows, outputs, bias (or 0), and the

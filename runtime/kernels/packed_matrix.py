@@ -316,9 +316,9 @@ def packed_int4(octets: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor
 
 
 def _half_apart(octets: torch.Tensor) -> torch.Tensor:
-    """Return bytes of 4-bit numbers ``[..., n]``, of which each held two adjacent ones, with number ``i + n`` by ``i``.
+    """Repack bytes ``[..., n]`` of two adjacent 4-bit numbers each so that byte ``i`` has numbers ``i`` and ``i + n``.
 
-    The first of both numbers has the lower bits.
+    In both layouts, the first number is in the lower bits.
     """
     numbers = torch.stack([octets & 15, octets >> 4], -1).flatten(-2)
     return numbers[..., : octets.shape[-1]] | numbers[..., octets.shape[-1] :] << 4
@@ -352,7 +352,7 @@ def _packed(format: BlockFormat, octets: torch.Tensor, headers: list[torch.Tenso
 
 
 def packs_mxfp4(blocks: Sequence[int], scales: Sequence[int], experts: Sequence[int]) -> bool:
-    """Return True if ``packed_mxfp4`` packs blocks and scales of these shapes, to experts of that shape."""
+    """Return True if ``packed_mxfp4`` can pack blocks and scales of these shapes into a weight of shape ``experts``."""
     if len(blocks) != 4 or tuple(blocks[:3]) != tuple(scales) or blocks[3] != MXFP4.bytes - 1:
         return False
     columns = blocks[2] * MXFP4.block_size

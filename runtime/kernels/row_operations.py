@@ -18,8 +18,8 @@ from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, F
 def elementwise(compute: Callable[..., Any], inputs: int = 1, factors: int = 0, *, in_place: bool = True) -> Any:
     """Return an intrinsic that writes ``compute(code, *numbers, *factors)`` for the numbers at each index of inputs.
 
-    Its arguments are the addresses of the inputs, their size, the factors, and the address to write to; ``in_place``
-    means that of the first input.
+    Its arguments are the addresses of the inputs, their size, the factors and the address to write to. With
+    ``in_place``, there is no such address, and the first input is overwritten.
     """
     written = () if in_place else (types.int64,)
 
@@ -68,7 +68,7 @@ def norm_row(builder: Any, read: Any, weight: Any, offset: Any, width: Any, epsi
 
 @generated(types.int64, types.int64, types.float32, types.float32, types.int64)
 def unit_row(builder: Any, read: Any, width: Any, epsilon: Any, factor: Any, written: Any) -> None:
-    """``written = factor * read / sqrt(sum(read**2) + epsilon)``"""
+    """Write ``factor * read / sqrt(sum(read**2) + epsilon)``, which scales a row to the length ``factor``."""
     code = FloatCode(builder)
     root = code.call("llvm.sqrt.f32", FLOAT, builder.fadd(_sum_of_squares(code, read, width), epsilon))
     scale = code.splat(builder.fdiv(factor, root))
@@ -172,7 +172,7 @@ def gate_pairs(builder: Any, pairs: Any, size: Any, alpha: Any, limit: Any, writ
 def gate_halves(builder: Any, gate: Any, up: Any, biases: Any, size: Any, alpha: Any, limit: Any) -> None:
     """Add biases to ``gate`` and ``up``, and overwrite ``gate`` with the clamped activation of ``gate_pairs``.
 
-    TrainedDrafterGate and up are separate arrays of ``size`` numbers; their biases are pairs ``[gate, up]``.
+    ``gate`` and ``up`` are separate arrays of ``size`` numbers; ``biases`` holds pairs ``[gate, up]``.
     """
     code = FloatCode(builder)
 
@@ -210,7 +210,7 @@ ACTIVATIONS = {
     "gelu": EXACT_GELU,
     "relu2": SQUARED_RELU,
 }
-"""Numbers of activations with compiled code."""
+"""Numbers that select activations in compiled code, by the activation's name."""
 
 
 def _squared_relu(code: FloatCode, number: Any) -> Any:

@@ -1,13 +1,13 @@
 """Imports torch and transformers faster.
 
-It postpones garbage collection, defers torch's compiler, skips distributed tensors and caches a file scan.
+Garbage collection is postponed, torch's compiler deferred, distributed tensors skipped and a file scan cached.
 
-``transformers`` imports torch's compiler for decorators that switch it off, and torch's distributed tensors, which
+``transformers`` imports torch's compiler for decorators that disable it, and torch's distributed tensors, which
 import sympy. It also reads a thousand source files to find which names they define. Together, these imports and the
 scan take as long as importing torch. The compiler is loaded at its first use instead. While half a million objects
 are created that stay, the garbage collector visits them again and again, which takes another second.
 
-It halves the start: ``hdtool generate`` with 8 new tokens takes 2.9 s with the embedded model, and 5.2 s with a 1.5B
+This halves the start: ``hdtool generate`` with 8 new tokens takes 2.9 s with the embedded model, and 5.2 s with a 1.5B
 GGUF file, where usual imports take 6.2 and 8.8 s (medians of 4 runs in turn, 2-core EPYC, 2026-11-29).
 
 Each replacement is optional: if a library lacks the function to replace, the library is imported as usual.

@@ -131,9 +131,9 @@ class AttentionMasks:
         return self._by_kind(self._hiding((columns <= positions[:, None])[None], positions[None], columns))
 
     def block_mask(self, positions: torch.Tensor, extent: int, causal: Collection[str] = ()) -> AttentionMask:
-        """Compute the mask ``[1, 1, rows, extent]`` of a block of tokens that also read those after them.
+        """Compute the mask ``[1, 1, rows, extent]`` of a block of tokens, each of which attends to the whole block.
 
-        In layers of the kinds ``causal``, they don't.
+        In layers of the kinds ``causal``, tokens don't attend to later ones.
         """
         columns = torch.arange(extent, device=positions.device)
         after = (columns > positions[:, None])[None]
@@ -169,7 +169,7 @@ class AttentionMasks:
         """Compute the mask ``[1, 1, rows, extent]`` of some nodes of a tree, whose other rows are in the cache.
 
         The arguments are those of ``on_device`` for a single slot, without the root's row. Since the positions of other
-        rows are unknown, windows take a node for as many tokens after the root as there are rows between them.
+        rows are unknown, windows take a cached row's distance from the root, in rows, for its distance in tokens.
         """
         columns, related = _related(ancestor_mask[None], length, extent)
         return self._by_kind(self._hiding(related, positions[None], columns[:extent]))
@@ -206,7 +206,7 @@ HEADER = 3 + MOVES
 LENGTH, MOVED_TO, MOVED, MOVED_FROM = range(4)
 """Header indices of the context length and of a move: its first target position, its length and its first source."""
 LEFT_OUT = -1
-"""Length of the move of a slot that a step leaves out."""
+"""Move length that marks a slot as left out of a step."""
 
 
 class CacheRows(NamedTuple):
@@ -248,7 +248,7 @@ class StepTensors(NamedTuple):
 
 
 class TransferBuffer:
-    """Integers at fixed addresses on the host and on a device, which one copy takes from either to the other."""
+    """Integers at fixed addresses on host and device, transferred in either direction by a single copy."""
 
     def __init__(self, words: int, device: torch.device) -> None:
         self.host = torch.zeros(words, dtype=torch.int64, pin_memory=device.type == "cuda")

@@ -1,4 +1,4 @@
-"""What opened model stores and corpus indexes have in common."""
+"""Base class of opened model stores and corpus indexes."""
 
 from __future__ import annotations
 

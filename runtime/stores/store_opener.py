@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoreOpener:
-    """Opens the stores and the history that a model drafts from for a tenant; ``Loaded.store_opener`` makes it, too."""
+    """Opens the stores and the history from which a tenant's answers are drafted; see also ``Loaded.store_opener``."""
 
     name: str
     tokenizer: PreTrainedTokenizerBase
     checkpoint: Checkpoint | None
     config: StoresConfig
-    """Names stores; others are the tenant's in hdtool's home."""
+    """The stores that the user named; for others, the tenant's stores in hdtool's home are opened."""
     tenant: Tenant | None = None
-    """None for the tenant of the configured namespace."""
+    """Tenant to draft for; None for the tenant of the configured namespace."""
     weights: Callable[[], str] | None = None
     """Computes the fingerprint of weights in memory, which identifies a model without a checkpoint."""
 

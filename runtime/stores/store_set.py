@@ -64,7 +64,7 @@ class StoreSet:
     checkpoint: Checkpoint | None = None
     """The model's checkpoint; None if its files are unknown."""
     namespace: str | None = None
-    """Name of the tenant, who has a history of its own on disk; None for the one whom all others share."""
+    """Name of the tenant whose history on disk is used; None for the shared tenant."""
 
     @classmethod
     def for_tokenizer(

@@ -79,7 +79,7 @@ class Loaded:
     """Checkpoint that the model was loaded from, which identifies the model's stores; None if unknown."""
 
     def store_opener(self, config: StoresConfig | None = None, tenant: Tenant | None = None) -> StoreOpener:
-        """Return what opens the model's stores and history; ``config`` may name stores."""
+        """Return an opener of the model's stores and history; ``config`` may name stores."""
         # Imported here, because loading a model needs neither stores nor the libraries that read them.
         from hdtool.runtime.config.decoding import StoresConfig
         from hdtool.runtime.model.model_fingerprint import fingerprint

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.config.model import ModelConfig
 
 CONFIG_FILES = ("config.json",)
-"""Names of the files of which a folder must have one to be a model's."""
+"""Names of files, at least one of which every folder with a model has."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "config.json")
 """Names of files, at least one of which every folder with a tokenizer has."""
 ADAPTER_FILE = "adapter_config.json"

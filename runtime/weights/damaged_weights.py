@@ -17,14 +17,14 @@ from hdtool.runtime.kernels.compact_weight import expand_compact, is_compact
 from hdtool.runtime.kernels.packed_matrix import MXFP4, PackedExperts, PackedMatrix
 
 LARGEST = torch.finfo(torch.float16).max
-"""Magnitude that weights of trained models stay far below: they are also published in float16."""
+"""Largest plausible magnitude: trained models' weights stay far below it, as they are also published in float16."""
 
 
 SCALES = {
     "Q4_0": ((0, 8),), "Q4_1": ((0, 15), (2, 1)), "Q5_0": ((0, 16),), "Q5_1": ((0, 31), (2, 1)), "Q8_0": ((0, 128),),
     "Q4_K": ((0, 63 * 15), (2, 63)), "Q5_K": ((0, 63 * 31), (2, 63)), "Q6_K": ((208, 128 * 32),), "IQ4_NL": ((0, 127),),
 }  # fmt: skip
-"""For each block format, the offsets of its float16 scales in a block, and by how much at most they are multiplied."""
+"""For each block format, pairs of the offset of a float16 scale in a block and the largest factor of this scale."""
 MXFP4_LARGEST, EXPONENT_BIAS, NAN_EXPONENT = 6, 127, 255
 
 
@@ -36,7 +36,7 @@ class WeightCheck:
         self._unlikely: list[str] = []
 
     def refuse_damaged(self, name: str, weight: torch.Tensor) -> None:
-        """Raise a ``ModelError`` if a weight has values that are not finite."""
+        """Raise a ``ModelError`` if a weight has non-finite values; remember an unlikely weight for ``finish``."""
         if (size := _magnitude(weight)) is None:
             return
         if not math.isfinite(size):
@@ -53,7 +53,7 @@ class WeightCheck:
 
 
 def refuse_damaged_model(model: torch.nn.Module) -> None:
-    """Raise a ``ModelError`` if a model, which failed its proof, has a damaged weight."""
+    """Raise a ``ModelError`` if a model that failed its proof has a weight with non-finite or implausible values."""
     for name, weight in model.named_parameters():
         size = _magnitude(expand_compact(weight))
         if size is not None and not size <= LARGEST:
@@ -63,7 +63,7 @@ def refuse_damaged_model(model: torch.nn.Module) -> None:
 
 
 def _magnitude(weight: torch.Tensor) -> float | None:
-    """Return the largest magnitude of a weight's values, of packed blocks a bound on it; NaN if any is NaN.
+    """Return the largest magnitude of a weight's values (for packed blocks, a bound on it); NaN if any value is NaN.
 
     Return None for weights without values of their own: integers, and those that a library quantized or sharded.
     """

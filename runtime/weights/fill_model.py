@@ -23,7 +23,7 @@ READERS = 2
 
 
 def fits(store: WeightStore, model: Any) -> bool:
-    """Return True if a store has all parameters and stored buffers of an empty model, in the model's shapes."""
+    """Return True if a store has exactly a model's parameters and saved buffers, in their shapes; tied ones may be missing."""
     parameters = model.state_dict()
     if any(name not in parameters or parameters[name].shape != weight.shape for name, weight in store.items()):
         return False
@@ -57,9 +57,9 @@ def fill(model: Any, store: WeightStore, folder: Path, bar: ProgressBar, check: 
 
 
 def _put(model: Any, name: str, weight: Any) -> None:
-    """Make a tensor a parameter or a buffer of a model, and mark it as initialized for transformers.
+    """Set a parameter or a buffer of a model to a weight, and mark it as initialized for transformers.
 
-    Only matrices in 16 bits and packed ones stay as they are stored; layers compute with others in float32.
+    16-bit and packed matrices stay as they are stored; other floating-point weights are converted to float32.
     """
     if weight.is_floating_point() and (weight.dim() < 2 or weight.itemsize != NARROW_BYTES) and not is_compact(weight):
         weight = weight.float()
@@ -81,7 +81,7 @@ def name_after(model: Any, folder: Path) -> None:
 
 
 class _OnRequest:
-    """A weight that transformers' loader reads when it needs it."""
+    """A weight whose numbers are read only when transformers' loader indexes it."""
 
     def __init__(self, store: WeightStore, name: str) -> None:
         self._store, self._name = store, name
@@ -94,5 +94,5 @@ class _OnRequest:
 
 
 def on_request(store: WeightStore) -> dict[str, Any]:
-    """Return weights for transformers' loader, which reads each when it needs it."""
+    """Return a store's weights by name for transformers' loader; each is read only when the loader needs it."""
     return {name: _OnRequest(store, name) for name in store}

@@ -48,7 +48,7 @@ STAND_IN = (
     _strings(TOKENS, FEW),
     _strings("tokenizer.ggml.merges", ()),
 )
-"""Entries of a tokenizer with two tokens."""
+"""Entries of a stand-in tokenizer with two tokens."""
 
 
 def write_configuration(file: GGUFFile, folder: Path) -> None:

@@ -116,7 +116,7 @@ def _belongs(header: GGUFHeader, number: int, first: GGUFHeader) -> bool:
 
 
 def _check_complete(paths: tuple[Path, ...], first: GGUFHeader, tensors: list[tuple[str, Piece]]) -> None:
-    """Raise a ModelError if tensors are there twice, or are fewer or more than the first part states."""
+    """Raise a ModelError if a tensor occurs twice, or if the parts' number of tensors isn't the one stated."""
     (name, times), *_ = Counter(name for name, _ in tensors).most_common(1) or [("", 0)]
     if times > 1:
         raise ModelError(f"{paths[0]} holds {name} {times} times, counting all its parts: {DOWNLOAD_AGAIN}")
@@ -139,7 +139,7 @@ def part_names(name: str) -> list[str]:
 
 
 def existing_parts(path: Path) -> tuple[Path, ...]:
-    """Return all files of the model to which a file belongs by its name, as far as they are there."""
+    """Return the existing files of the model to which a file belongs, judging by its name."""
     return (
         path,
         *(part for name in part_names(path.name) if (part := path.with_name(name)) != path and part.is_file()),
@@ -173,7 +173,7 @@ def gguf_file(config: ModelConfig) -> Path | None:
 
 
 def is_path(name: str) -> bool:
-    """Return True if a model's name can't be one of the hub."""
+    """Return True if a model's name can only be a path, not a name on the hub."""
     return Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
 
 

@@ -1,4 +1,4 @@
-"""Keeps the configuration and the tokenizer of a GGUF file in the layout of ``save_pretrained``: a few megabytes."""
+"""Keeps a GGUF file's configuration and tokenizer, a few megabytes, in a folder as ``save_pretrained`` writes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hdtool.runtime.weights.gguf_file import GGUFFile, existing_parts
 
 KIND = "gguf"
 FORMAT = 3
-"""Version of what is written, incremented when other versions of hdtool must write it again."""
+"""Version of the folder's contents; after an increment, hdtool writes all folders again."""
 
 
 def configuration_folder(file: Path) -> Artifact:

@@ -1,7 +1,7 @@
-"""Parameters and their pieces in GGUF files, from the tables of the library gguf and of transformers.
+"""Maps a model's parameters to the tensors of a GGUF file, by the tables of the library gguf and of transformers.
 
-The tables give each tensor's parameter. What transformers does to a tensor is found by tracing: rows in another order,
-a transpose, experts' projections that are joined, or other values, as in norms.
+The tables name each tensor's parameter. Tracing shows what transformers does to a tensor: it may permute rows,
+transpose, join experts' projections, or change values, as in norms.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hdtool.runtime.weights.weight_store import StoredWeight, WeightStore
 
 
 def gguf_store(file: GGUFFile, settings: Any, model: Any, *, check: bool = False) -> WeightStore:
-    """Return the weights of a GGUF file for the parameters of ``model``, which may be empty.
+    """Return the store of a GGUF file's weights for the parameters of ``model``, which may be on the meta device.
 
-    With ``check``, the order of the rows of one tensor of each kind is compared with what transformers makes of it.
+    With ``check``, the row order found for one tensor of each kind is compared with transformers' own result.
     """
     if transforms := _transforms(file.architecture, settings):
         return WeightStore(stored_weights(transforms, file.tensors, model), file.path)
@@ -47,7 +47,7 @@ def _transforms(architecture: str, settings: Any) -> list[Any]:
 
 
 class _Childless:
-    """Stands in for a model whose names transformers looks up; it looks through all children again otherwise."""
+    """Stand-in for a model without children, so that transformers doesn't look up the names of each child again."""
 
     def __init__(self, model: Any) -> None:
         self.config, self.state_dict = model.config, model.state_dict
@@ -57,7 +57,7 @@ class _Childless:
 
 
 def _parameter_names(model: Any, processor: Any) -> dict[str, str]:
-    """Return the parameter names of the tensors of a GGUF file."""
+    """Return a model's parameter names by the name of the GGUF tensor."""
     names: dict[str, str] = library.get_gguf_hf_weights_map(_Childless(model), processor)
     prefix, settings = model.base_model_prefix, model.config
     base = getattr(model, prefix, None)
@@ -72,13 +72,13 @@ def _parameter_names(model: Any, processor: Any) -> dict[str, str]:
 
 @dataclass
 class _Processing:
-    """What transformers' processor of an architecture does with the tensors of a file."""
+    """Applies transformers' processor of an architecture to tensors of a GGUF file."""
 
     processor: Any
     names: dict[str, str]
 
     def made(self, tensors: Sequence[str], parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the parameters that the processor makes of the contents ``parts`` of these tensors."""
+        """Return the parameters, by name, that the processor makes from ``parts``, the contents of these tensors."""
         made: dict[str, torch.Tensor] = {}
         for name, part in zip(tensors, parts, strict=True):
             with np.errstate(all="ignore"):  # numbers of rows have no logarithms
@@ -95,7 +95,7 @@ class _Processing:
         return self.made(tensors, parts)[target]
 
     def targets(self, name: str, piece: Piece) -> Iterable[str]:
-        """Return the parameters that a tensor is a part of."""
+        """Return the names of the parameters to which a tensor contributes; empty if the processor rejects it."""
         number = torch.zeros((), dtype=torch.float32)
         for shape in ((*piece.shape[:-1], 1) if len(piece.shape) > 1 else piece.shape, piece.shape):
             with suppress(ValueError, IndexError):  # a processor may depend on the number of columns
@@ -127,7 +127,7 @@ def _processed_weights(
 
 
 SAMPLED_ROWS = 509
-"""Maximum number of rows that are expanded for a comparison; larger tensors are compared with these, repeated."""
+"""Maximum number of rows that are expanded for a comparison; in larger tensors, these rows are repeated."""
 
 
 def _first_columns(piece: Piece) -> torch.Tensor:

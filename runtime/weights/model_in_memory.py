@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAX_COMPARED_WEIGHTS = 256
-"""Maximum number of weights of a model of which a row is compared with the model's files."""
+"""Maximum number of weights that are compared with the model's files, by one row each."""
 
 
 def checkpoint_in_memory(model: PreTrainedModel) -> Checkpoint | None:

@@ -34,7 +34,7 @@ from hdtool.runtime.weights.weight_store import StoredWeight, WeightStore
 
 KIND = "quantized"
 FORMAT = 3
-"""Version of what is written, incremented when other versions of hdtool must write it again."""
+"""Version of the written files; after an increment, hdtool quantizes all checkpoints again."""
 SCHEMES = {"q8_0": Q8_0, "q4_0": Q4_0}
 ROUTERS = {"router", "gate"}
 """Names of modules that choose experts."""

@@ -41,7 +41,7 @@ def stored_model(config: ModelConfig, settings: Any, quantized: Path | None, *, 
     """Return a float32 CPU model with its weights as they are stored, or None if transformers must load them.
 
     ``quantized`` is the folder with the model's weights in quantized blocks, if hdtool quantized them. With ``check``,
-    the places of a GGUF file's weights are compared with what transformers makes of them.
+    damaged weights are refused, and the row order of GGUF tensors is compared with transformers' own result.
     """
     by_library = config.quantization and not quantized
     if (config.dtype != "auto" and not quantized) or by_library or library_of(settings) not in ("", MXFP4):
@@ -155,6 +155,6 @@ def source_for_transformers(config: ModelConfig, settings: Any, quantized: Path 
 
 
 def _bars_on_terminals() -> AbstractContextManager[Any]:
-    """Discard stderr unless it is a terminal, because a bar of transformers ignores the library's setting."""
+    """Return a context that hides transformers' bar, which ignores the library's setting, if stderr is no terminal."""
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
     return nullcontext() if is_terminal else redirect_stderr(StringIO())

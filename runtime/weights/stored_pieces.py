@@ -1,4 +1,4 @@
-"""Tensors in files, and where they lie in safetensors files."""
+"""Describes where tensors lie in files, and reads their places from the headers of safetensors files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_HEADER_SIZE = 256 << 20
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor in a file."""
+    """Location, shape and format of a tensor in a file; ``offset`` and ``bytes`` are in bytes."""
 
     file: Path
     offset: int

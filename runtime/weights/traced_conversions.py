@@ -1,7 +1,7 @@
 """Finds out how a library puts a parameter together, by giving it row and column numbers in place of the weights.
 
 What the library makes of the numbers tells where each row of the parameter comes from, and whether it was transposed.
-Numbers that are no longer those given mean that the library computes new values, or reorders columns.
+Any number that isn't one of those given means that the library computes new values, or reorders columns.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hdtool.runtime.weights.weight_store import StoredWeight
 
 Numbers = npt.NDArray[np.float64]
 Convert = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-"""Function that makes a parameter of its pieces."""
+"""Function that makes a parameter from the contents of its pieces."""
 FIRST, STEP = 7, 3
-"""The first number and the distance of two: a library that changes values hardly gives numbers of this series."""
+"""First number of the series and distance between numbers; changed values are unlikely to fall on this series."""
 
 
 def traced(
@@ -33,11 +33,11 @@ def traced(
     full: bool = False,
     sample: Callable[[Piece], torch.Tensor] | None = None,
 ) -> StoredWeight:
-    """Return how ``convert`` makes a parameter of this shape out of pieces.
+    """Return how ``convert`` puts a parameter of this shape together; if it isn't by rows, its ``make`` converts.
 
-    Pieces are replaced by a single column, and a single row, of numbers. If ``convert`` takes none of them, or if
-    ``full`` says that its result depends on the pieces' shapes, the numbers have the shapes of the pieces. ``sample``
-    returns the first columns of a piece's contents; if given, what was found is believed only if it holds for these.
+    Each piece is replaced by a single column, and a single row, of numbers. If that fails, or if ``full`` says that the
+    result depends on the pieces' shapes, the numbers have the pieces' shapes. ``sample`` returns the first columns of a
+    piece's contents; if given, an arrangement found with single columns must also hold for these.
     """
     for whole in (True,) if full else (False, True):
         with suppress(Exception):  # a library may need other shapes or refuse
@@ -103,7 +103,7 @@ def _is_in_order(by_column: Numbers, width: int) -> bool:
 
 
 def _weight(pieces: Sequence[Piece], shape: tuple[int, ...], rows: Any, *, transposed: bool) -> StoredWeight | None:
-    """Return the weight whose rows have these numbers; None if some are not those of the pieces' rows."""
+    """Return the weight whose rows are the pieces' rows with these numbers; None if some numbers are no row's."""
     order, rest = np.divmod(rows.reshape(-1) - FIRST, STEP)
     total = sum(piece.rows for piece in pieces)
     is_whole = len(order) * pieces[0].columns == prod(shape)

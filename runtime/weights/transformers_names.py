@@ -1,4 +1,4 @@
-"""Parameters and their pieces as transformers' own tables of renamings and conversions describe them.
+"""Maps a model's parameters to a checkpoint's tensors, by transformers' own tables of renamings and conversions.
 
 transformers renames and merges weights while it loads them, such as the experts of a mixture. The tables are public;
 applying them to names and numbers instead of weights tells where each parameter's rows are stored.
@@ -22,13 +22,13 @@ from hdtool.runtime.weights.weight_store import StoredWeight
 
 @dataclass
 class _Conversion:
-    """A conversion of transformers with the pieces that it takes, by the pattern that found them."""
+    """A weight conversion of transformers, with the pieces that it takes by the source pattern that they match."""
 
     converter: Any
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
 
     def convert(self, target: str, model: Any, parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the parameters that transformers makes of the pieces' contents ``parts``."""
+        """Return the parameters, by name, that transformers makes from ``parts``, the pieces' contents."""
         converter, rest = deepcopy(self.converter), list(parts)
         for pattern, pieces in self.pieces.items():
             for _ in pieces:
@@ -41,7 +41,7 @@ class _Conversion:
 
 
 def stored_weights(transforms: Sequence[Any], pieces: Mapping[str, Piece], model: Any) -> dict[str, StoredWeight]:
-    """Return a model's parameters as ``transforms`` make them of the pieces, which have the names in the checkpoint."""
+    """Return how ``transforms`` put each parameter of a model together from ``pieces``, keyed by checkpoint name."""
     transforms = deepcopy(list(transforms))
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]

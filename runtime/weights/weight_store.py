@@ -36,7 +36,7 @@ DTYPES = {
 
 
 def are_read_by_matmul(name: str, columns: int) -> bool:
-    """Return True if the compiled matmul reads blocks of this format, in rows of so many columns."""
+    """Return True if the compiled matmul reads blocks of the format ``name`` in rows of ``columns`` columns."""
     block_format = FORMATS_BY_NAME.get(name) if EXPANDS_FLOAT16 else None
     return block_format is not None and columns % max(COLUMN_MULTIPLE, block_format.block_size) == 0
 
@@ -48,11 +48,11 @@ class StoredWeight:
     pieces: tuple[Piece, ...]
     shape: tuple[int, ...]
     order: npt.NDArray[np.int64] | None = None
-    """Row of the pieces that each row of the weight has; None if they are the same."""
+    """For each row of the weight, the index of its row in the pieces; None if the order is the same."""
     transposed: bool = False
     """True if the last two dimensions are swapped once the rows are in order."""
     make: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
-    """Computes the weight from its expanded pieces, if it has other values or columns than they."""
+    """Computes the weight from its expanded pieces; None if reordering rows and transposing suffices."""
 
     @property
     def format(self) -> str:
@@ -64,7 +64,7 @@ class StoredWeight:
 
     @property
     def stays_packed(self) -> bool:
-        """True if the weight is kept in blocks."""
+        """True if the weight stays in packed blocks when it is read."""
         formats = {piece.format for piece in self.pieces}
         return (
             self.make is None
@@ -114,7 +114,7 @@ class WeightStore(Mapping[str, StoredWeight]):
         return sum(weight.bytes for weight in self.values())
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a weight as it is stored, in memory of its own; blocks that no matmul reads are expanded."""
+        """Return a weight as it is stored; blocks that no matmul reads are expanded to float32."""
         weight = self[name]
         if not weight.stays_packed:
             numbers = self._numbers(weight)
@@ -141,7 +141,7 @@ class WeightStore(Mapping[str, StoredWeight]):
         return numbers.float() if numbers.is_floating_point() else numbers
 
     def middle_row(self, name: str) -> WeightRow | None:
-        """Return a row in the middle of a weight; None if the weight isn't made of rows."""
+        """Return a row in the middle of a weight; None if the weight is empty or computed by its ``make``."""
         weight = self[name]
         if weight.make or not prod(weight.shape):
             return None
@@ -215,7 +215,7 @@ class WeightStore(Mapping[str, StoredWeight]):
 
 
 def _memory(size: int) -> torch.Tensor:
-    """Return memory for a weight."""
+    """Return ``size`` bytes of memory for a weight, in huge pages if the size is at least that of one."""
     if size < HUGE_PAGE:
         return torch.empty(size, dtype=torch.uint8)
     return torch.frombuffer(mapped_memory(size, huge_pages=True), dtype=torch.uint8)
@@ -229,9 +229,9 @@ def _as_slice(numbers: npt.NDArray[np.int64]) -> Any:
 
 
 def _parts_of_experts(weight: StoredWeight) -> tuple[list[StoredWeight], bool]:
-    """Return the tensors of experts that need not be copied together, and whether their rows alternate.
+    """Return the parts in which experts can be read, and whether the parts' rows alternate in the weight.
 
-    There are two if each has half of every expert's rows, as the gate and up projections have in GGUF files.
+    There are two parts if each piece has half of every expert's rows, as gate and up projections do in GGUF files.
     """
     if len(weight.pieces) == 2 and weight.order is not None:
         first, second = weight.pieces

@@ -54,7 +54,7 @@ ONE = np.float32(1)
 
 
 CHANNELS = 0
-"""Shape of a block of columns, for ``_step``, if each key channel has a decay; otherwise the number of vectors."""
+"""Shape for ``_step`` of a block whose key channels each have a decay; other shapes are a block's number of vectors."""
 BLOCKS = {CHANNELS: (1, True), 1: (1, False), VECTORS: (VECTORS, False)}
 """Number of vectors of a block of columns, and whether each key channel has a decay, by shape."""
 
@@ -127,7 +127,7 @@ _change = elementwise(
 
 
 class DeltaRows(NamedTuple):
-    """Addresses of what a delta rule computes for the rows of a pass: kept until they are accepted, then scratch."""
+    """Addresses of what a delta rule computes for a pass's rows: values kept to replay them, then scratch memory."""
 
     inputs: int
     """Queries, keys and values before the convolution."""

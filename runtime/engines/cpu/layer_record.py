@@ -124,7 +124,7 @@ DELTA = np.dtype(
     ],
     align=True,
 )
-"""What only a delta rule has."""
+"""Fields of a mixer's record that only a delta rule has."""
 SCAN = np.dtype(
     [
         ("skip", np.int64),  # address of each head's skip factor
@@ -133,7 +133,7 @@ SCAN = np.dtype(
     ],
     align=True,
 )
-"""What only a scan of Mamba-2 has."""
+"""Fields of a mixer's record that only a Mamba-2 scan has."""
 MIXER = np.dtype(
     [
         ("kind", np.int64),

@@ -52,7 +52,7 @@ _add_scaled = elementwise(lambda code, sum_, number, factor: code.multiply_add(n
 
 
 class ScanRows(NamedTuple):
-    """Addresses of what a scan computes for the rows of a pass: kept until they are accepted, then scratch."""
+    """Addresses of what a scan computes for a pass's rows: values kept to replay them, then scratch memory."""
 
     projected: int
     """Output of the in-projection."""

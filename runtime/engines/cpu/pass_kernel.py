@@ -79,7 +79,7 @@ OUTER = np.dtype(
     ],
     align=True,
 )
-"""Everything outside the layers."""
+"""The record of what a pass computes outside its layers: embeddings, rotary positions, final norm and logits."""
 IN_CACHE = 1 << 17
 """Number of logits to compute at a time, so that they are still in L2 when their maxima are computed."""
 

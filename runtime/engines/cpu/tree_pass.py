@@ -144,7 +144,7 @@ class TreePass:
     def _verify_one(
         self, storage: KVTensors, kv: StaticKVCache, tree: DraftTree, options: PassOptions
     ) -> list[Verified] | None:
-        """Do what ``verify`` does, for one tree, in fewer steps."""
+        """Verify one tree as ``verify`` does, with less overhead in Python."""
         rows, length = len(tree.tokens) + 1, kv.length
         if not self._can_compute(storage, length + rows):
             return None

@@ -1,4 +1,4 @@
-"""Computes the decoder layers of trained drafters by the engines' program."""
+"""Computes the decoder layers of trained drafters by the reference operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DrafterLayers:
-    """Decoder layers as a program, between what a drafter makes of tokens and hidden states, and its output layer."""
+    """Decoder layers of a trained drafter, between its input (tokens and hidden states) and its output layer."""
 
     def __init__(self, parts: ModelParts[Module], windows: list[AttentionWindow]) -> None:
         self._operations = Operations()
@@ -35,9 +35,9 @@ class DrafterLayers:
     ) -> torch.Tensor:
         """Compute the layers of ``hidden [rows, width]`` in place; return it with the norm after the layers, if any.
 
-        ``normed`` is what the first layer reads, by default the norm of ``hidden``. ``context`` are normalized rows
-        before the others, of which each layer only writes keys and values; they have positions, and no masks. ``first``
-        is the first layer's number in the cache.
+        ``normed`` is what the first layer reads, by default the norm of ``hidden``. Of the normalized rows ``context``,
+        which precede the others, layers only write keys and values; ``positions`` covers these rows, masks don't.
+        ``first`` is the first layer's index in the cache.
         """
         of_context = 0 if context is None else len(context)
         self._operations.begin_rows(rows.places[None], rows.mask, rows.extent, of_context)

@@ -45,7 +45,7 @@ class LatentPlan:
 
     @property
     def head_norms(self) -> HeadNorms:
-        """Norms as of heads: latent vectors take the place of keys."""
+        """Norms of queries and keys, where latent vectors take the place of keys."""
         return self.norm, self.norm
 
     def attended(

@@ -24,13 +24,13 @@ def _short_convolution(parts: MixerParts[Any], hidden: torch.Tensor, states: Mix
 
 
 class _DeltaInputs(NamedTuple):
-    """What the projections of a gated delta rule compute, ``[slots, rows, columns]``."""
+    """Outputs of a gated delta rule's projections, each ``[slots, rows, columns]``."""
 
     joined: torch.Tensor
     """Queries, keys and values."""
     gate: torch.Tensor
     strength: torch.Tensor
-    """The sigmoid gives a head's write strength."""
+    """Write strength of each head, before the sigmoid."""
     decay: torch.Tensor
     """Logarithm of the decay of each head, or of each head's key channels."""
 
@@ -69,7 +69,7 @@ def _delta_rule_inputs(parts: MixerParts[Any], hidden: torch.Tensor) -> _DeltaIn
 def _split_by_heads(
     parts: MixerParts[Any], wide: torch.Tensor, narrow: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split columns that are grouped by heads of keys into those of ``joined``, ``gate``, ``strength`` and steps."""
+    """Regroup columns by kind instead of by key head; return ``(joined, gate, strength, step)``."""
     values = parts.heads // parts.key_heads * parts.value_width
     sizes = [parts.key_width, parts.key_width, values, values]
     *joined, gate = wide.unflatten(-1, (parts.key_heads, -1)).split(sizes, -1)
@@ -118,4 +118,4 @@ MIXERS: Mapping[str, Callable[[MixerParts[Any], torch.Tensor, MixerStates], torc
     DELTA_ATTENTION: _delta_rule,
     MAMBA2: _mamba2,
 }
-"""Functions that compute a mixer over draft trees, by its kind."""
+"""Functions that compute mixers over draft trees, by the mixer's kind."""

@@ -68,7 +68,7 @@ class Residual:
 
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
-"""One layer's part of the cache."""
+"""Cached keys and values of one layer."""
 HeadNorms = tuple[Norm, Norm] | None
 """Norms of queries and keys; None without norms.
 

@@ -80,14 +80,14 @@ class AttentionPlan:
     source: int
     """Index of the layer whose cached keys and values are read."""
     is_source: bool
-    """True if that is the layer itself; otherwise ``qkv`` computes queries alone."""
+    """True if the layer reads its own keys and values; otherwise ``qkv`` computes queries alone."""
     gates_heads: bool
-    """Each head of a query is followed by an output gate."""
+    """True if ``qkv`` writes an output gate after each query head."""
     repeats_keys: bool
-    """The keys, before their norm and rotation, are also the values."""
+    """True if the keys, before norm and rotation, are also the values."""
     value_norm: Matmul | None
     residuals: ClassVar[tuple[Residual, ...]] = ()
-    """There are no norms between the matmuls, besides those of heads."""
+    """Empty: between the matmuls, only heads are normalized."""
 
     def projected(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return queries, keys and values ``[tokens, columns]``, and the heads' output gates, if any."""
@@ -144,7 +144,7 @@ class LayerPlan:
     feed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
     """Computes MLP and experts from the normalized rows, and the hidden states before the norm."""
     is_parallel: bool
-    """``feed`` reads the rows that attention reads."""
+    """True if ``feed`` reads the same rows as attention."""
     end: Residual
     """Residual after the MLP, and before what the next layer or the output layer reads unless ``last`` is set."""
     inputs: InputParts[Module] | None
@@ -386,7 +386,7 @@ class ProgramLayers:
         cached: Sequence[KeysAndValues],
         states: MixerStates | None,
     ) -> torch.Tensor | None:
-        """Return the sum of what a layer's mixer and attention compute, None if it has neither."""
+        """Return the sum of a layer's mixer and attention outputs, or None if it has neither."""
         mixed, plan = None, layer.attention
         if layer.mixer:
             assert states

@@ -19,7 +19,7 @@ from hdtool.runtime.engines.reference.tree_indices import TreeIndices
 
 
 class Columns(NamedTuple):
-    """What a convolution read; a leading dimension may stack layers."""
+    """Inputs of a convolution over trees; a leading dimension may stack layers."""
 
     columns: torch.Tensor
     """Columns of the state, followed by those of the rows, shape ``[..., slots, channels, columns]``."""
@@ -155,7 +155,7 @@ def index_of(places: Sequence[int], device: torch.device) -> Any:
 
 Changes = Columns | Updates
 Recurrence = Callable[..., tuple[torch.Tensor, Changes]]
-"""Returns its output, and what the rows change, from the trees' indices, a state and further inputs."""
+"""Takes the trees' indices, a state and further inputs; returns the output, and what the rows change in the state."""
 
 
 class MixerStates:

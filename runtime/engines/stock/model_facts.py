@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What one model can do."""
+    """What checks have established about one model."""
 
     shapes: tuple[LayerShape, ...] = ()
     """Shapes of each layer's keys and values; empty for a model that cannot verify trees."""

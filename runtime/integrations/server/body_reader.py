@@ -1,4 +1,4 @@
-"""Reads the bodies of requests within limits on size and time, and what a refused request leaves unread."""
+"""Reads request bodies within limits on size and time, and discards what a refused request leaves unread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars of tool calls, which hold names and arguments to the tools of a request and their JSON schemas."""
+"""Grammars that restrict tool calls to the tools of a request, with arguments valid under their JSON schemas."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hdtool.runtime.integrations.server.tool_calls import CALL_CLOSING, CALL_OPE
 MAX_CALLS = 8
 """Maximum number of calls in one answer, because a small model may repeat a call without end."""
 COMBINING_KEYWORDS = {"allOf", "anyOf", "oneOf", "$ref"}
-"""Keywords of schemas that may add properties to those beside them."""
+"""Schema keywords that may add properties to those that the schema lists itself."""
 _IGNORING_UNKNOWN_KEYWORDS = {"x-guidance": {**JSON_LAYOUT, "lenient": True}}
 
 
 def array_of_calls(tools: Sequence[dict[str, Any]], max_calls: int | None) -> Grammar:
-    """Return the grammar of JSON arrays with one to ``max_calls`` calls; None is ``MAX_CALLS``."""
+    """Return the grammar of a JSON array with one to ``max_calls`` calls; None stands for ``MAX_CALLS``."""
     further = _repeated('", " call', max_calls)
     return _grammar([f'start: "[" call {further} "]"'], tools)
 
@@ -26,7 +26,7 @@ def array_of_calls(tools: Sequence[dict[str, Any]], max_calls: int | None) -> Gr
 def marked_calls(
     tools: Sequence[dict[str, Any]], max_calls: int | None, *, is_required: bool, is_thinking: bool
 ) -> Grammar:
-    """Return the grammar of answers that are text without calls, or whose end are marked calls or one without marks.
+    """Return the grammar of answers that are plain text, or end with marked calls or a single unmarked call.
 
     With ``is_required``, an answer is calls only. With ``is_thinking``, it begins with a thought up to ``</think>``.
     """
@@ -49,10 +49,10 @@ def marked_calls(
 
 
 def arguments_schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of a tool's arguments, which are an object.
+    """Return the JSON schema of a tool's arguments, always an object; raise RequestError for a malformed schema.
 
-    The object has no other properties than the schema lists, unless the schema demands or allows them. Keywords that
-    no grammar knows are ignored.
+    Unlisted properties are forbidden unless the schema requires or allows some. Keywords that the grammar compiler
+    doesn't support are ignored.
     """
     function = tool["function"]
     parameters = function.get("parameters") or {}
@@ -63,7 +63,7 @@ def arguments_schema(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_complete(parameters: dict[str, Any]) -> bool:
-    """Return whether the schema lists properties, among them all that it requires, and nothing else can add some."""
+    """Return True if the schema lists properties, including all required ones, and no keyword can add others."""
     listed, required = parameters.get("properties"), parameters.get("required", [])
     if not (listed and isinstance(listed, dict) and isinstance(required, list)):
         return False
@@ -71,9 +71,9 @@ def _is_complete(parameters: dict[str, Any]) -> bool:
 
 
 def _grammar(rules: list[str], tools: Sequence[dict[str, Any]]) -> Grammar:
-    """Add the rule ``call``: an object with the name of a tool and its arguments.
+    """Return the grammar of ``rules`` and the rule ``call``, an object with the name of a tool and its arguments.
 
-    The schema of each tool is a document of its own, so that references in it lead to its own definitions.
+    Each tool's schema is a separate document, so that references in it resolve to its own definitions.
     """
     openings = [f'{{"name": {json_text(tool["function"]["name"])}, "arguments": ' for tool in tools]
     calls = [f'{json_text(opening)} arguments_{index} "}}"' for index, opening in enumerate(openings)]

@@ -1,4 +1,4 @@
-"""Tools for models whose chat template presents none: tools, calls and results become text of the conversation."""
+"""Tools for models whose chat template ignores tools: tools, calls and results become text of the conversation."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class GenericTools:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Self | None:
-        """Return None if the tokenizer's chat template presents tools, or if there is no template."""
+        """Return a renderer for a tokenizer's model; None if its chat template presents tools, or if it has none."""
         return None if presents_tools(tokenizer) or not has_chat_template(tokenizer) else cls(tokenizer)
 
     def conversation(self, messages: Sequence[JsonDict], tools: Sequence[JsonDict]) -> list[JsonDict]:
-        """Return messages of the system, users and the assistant only; the first of them presents the tools.
+        """Convert a conversation to system, user and assistant messages only, the first of which presents the tools.
 
-        Results become a user's messages, joined with those next to them, for templates whose turns must alternate.
+        Tool results become user messages, joined with adjacent ones for templates that require alternating roles.
         """
         turns = [self._turn(message) for message in messages]
         if tools:
@@ -56,7 +56,7 @@ class GenericTools:
         return join_changed(turns)
 
     def _turn(self, message: JsonDict) -> tuple[JsonDict, bool]:
-        """Return a message that every template knows, and whether its role is another than before."""
+        """Convert a message to one that every template supports; return it, and whether its role has changed."""
         if message["role"] == SYSTEM and not self._takes_instructions:
             return {**message, "role": USER}, True
         if message["role"] == "tool":
@@ -68,7 +68,7 @@ class GenericTools:
 
 
 def presents_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if the chat template presents tools, or refuses a conversation of a single question."""
+    """Return True if the chat template presents tools, or if it rejects a single user message."""
     try:
         conversation_text(tokenizer, [{"role": USER, "content": "question"}], chat=True, tools=[PROBE])
     except ToolsError:

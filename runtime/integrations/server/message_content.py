@@ -1,4 +1,4 @@
-"""Contents of messages: texts, or lists of parts, of which the model reads those that are text."""
+"""Contents of messages: texts, or lists of parts, of which the model reads only the text parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StrictJson(BaseModel):
 
 
 class MessagePart(StrictJson):
-    """A part of a message; those that are no text are refused with a clear error."""
+    """A part of a message. Parts that aren't text are refused with a clear error."""
 
     text_types: ClassVar[Sequence[str]] = ("text",)
     media_types: ClassVar[Mapping[str, str]] = {}

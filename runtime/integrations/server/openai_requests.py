@@ -29,7 +29,7 @@ class StreamOptions(StrictJson):
 
 
 class Extension(StrictJson):
-    """What only this server offers: the field ``hdtool`` of a request."""
+    """The field ``hdtool`` of a request, with options that OpenAI's API doesn't have."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,4 +1,4 @@
-"""The log of requests: a line for each, with what it took."""
+"""The log of requests: a line for each, with its status, token counts and duration."""
 
 from __future__ import annotations
 

@@ -143,9 +143,9 @@ def json_text(value: Any) -> str:
 
 
 def unmarked_call(names: Iterable[str]) -> str:
-    """Return a regular expression for the beginning of a call of one of these functions, up to its arguments.
+    """Return a regular expression that matches the beginning of a call to one of these functions, up to its arguments.
 
-    Qwen2.5-Coder and others write calls without marks, or as a block of code.
+    Qwen2.5-Coder and others write calls without marks, or as a code block.
     """
     escaped = (re.escape(json_text(name)).replace("/", r"\/") for name in names)
     return rf'\{{\s*"name"\s*:\s*(?:{"|".join(escaped)})\s*,\s*"arguments"\s*:'
@@ -156,19 +156,19 @@ _OPENING_FENCE = rf"\s*(?:{FENCE}(?:json)?\s*)?"
 _LONGEST_TOKEN = len("-Infinity")
 _DECODER = json.JSONDecoder()
 Parts = tuple[str, str, list["ToolCall"]]
-"""Text, reasoning and calls."""
+"""Plain text, reasoning and tool calls."""
 
 
 def _unmarked_field(names: Sequence[str]) -> dict[str, Any]:
-    """Return a field that begins before an unmarked call, and before white space and a fence above it."""
+    """Return a response template's field that begins at an unmarked call, or at white space and a fence before it."""
     return {"open_pattern": f"(?={_OPENING_FENCE}{unmarked_call(names)})", "content": "text"}
 
 
 def _read_unmarked(text: str, *, is_last: bool) -> tuple[list[ToolCall], str] | None:
     """Return the unmarked call at the beginning of a text, and the rest of the text.
 
-    A call ends with its block of code, or with the answer. Return ``([], text)`` if none can come, and None if that is
-    open until more text is known.
+    A call must be a whole code block, or end the answer. Return ``([], text)`` if there is no call, and None if that
+    depends on further text.
     """
     opening = re.match(_OPENING_FENCE, text)
     assert opening
@@ -253,7 +253,7 @@ class ToolCallReader:
         return self._with_unmarked(parts, is_last=True)
 
     def _with_unmarked(self, parts: Parts, *, is_last: bool) -> Parts:
-        """Add the unmarked call and what follows it once it is known whether there is a call.
+        """Add the text withheld for an unmarked call to ``parts``, once it is known whether it is a call.
 
         If there is none, the rest of the answer has no unmarked calls either.
         """

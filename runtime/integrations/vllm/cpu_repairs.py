@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 MENDED = (0, 34)
-"""First version of vLLM that may have mended both; the tests inside vLLM fail for a version that has."""
+"""First version of vLLM that may have fixed both functions; the tests inside vLLM fail for a version that has."""
 
 
 def repair_sampling() -> bool:

@@ -1,4 +1,4 @@
-"""hdtool's drafter for vLLM's V1 model runner, the only one with a hook for drafters of others."""
+"""hdtool's drafter for vLLM's V1 model runner, the only runner with a hook for external drafters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hdtool.runtime.weights.checkpoint_identity import served_checkpoint
 LOGGER = logging.getLogger("vllm.hdtool")
 """Logger below vLLM's own, so that vLLM prints its messages."""
 COST = "custom drafters run in vLLM's V1 model runner, without asynchronous scheduling"
-"""What choosing hdtool costs."""
+"""Drawbacks of using hdtool in vLLM, as a phrase for messages."""
 UNPROVEN = "hdtool is experimental inside vLLM on %s: it ran on CPUs only"
 
 
