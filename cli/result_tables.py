@@ -74,7 +74,7 @@ DRAFTER_STATES = {
     WARM: "memory: warm, with the history and the weights of the questions before",
     None: "memory: warm, with the weights of the questions before, without a history",
 }
-"""Line about the drafters' state, by the run's ``drafters`` option; None if the run's hdtool did not record it yet."""
+"""Note on the drafters' memory, by the run's ``drafters`` option; None is the key for runs that predate the option."""
 
 
 def bench_record(results: Results, scores: Scores) -> dict[str, Any]:

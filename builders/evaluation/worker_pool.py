@@ -102,7 +102,7 @@ def _jobs(
 
 
 def _files(jobs: Sequence[ReplayJob], folder: Path) -> list[Path]:
-    """Write each job to a file."""
+    """Pickle each job to a file in ``folder``; return the files' paths."""
     files = [folder / str(number) for number in range(len(jobs))]
     for job, file in zip(jobs, files, strict=True):
         file.write_bytes(pickle.dumps(job))

@@ -147,7 +147,7 @@ class Verdict:
         }
 
     def _times(self, speedup: float) -> str:
-        """Return a speedup over plain decoding, to follow its two speeds; empty if it is in doubt."""
+        """Return a phrase with ``speedup``, to follow the two speeds; an empty string if the times are in doubt."""
         return "" if self.doubt else f": {speedup:.2f} times"
 
     def _identical(self) -> str:

@@ -84,7 +84,7 @@ _STORE_NAME = re.compile(f"(.*/)?({'|'.join(KINDS)})-[0-9a-f]{{{SHOWN_FINGERPRIN
 
 @dataclass(frozen=True)
 class StoredItem:
-    """Store, kept part of a model or set-up in hdtool's home."""
+    """Store, artifact of a model, or set-up in hdtool's home."""
 
     name: str
     """Unique name by which the user selects the item: its kind and the first digits of a fingerprint."""

@@ -44,7 +44,7 @@ class TrainedDrafterGate:
     def __init__(self, log: PassLog) -> None:
         """``log`` records the passes of the target."""
         self.runs_drafter = False
-        """True if the next step should run the drafter, once its trial ``may_run``."""
+        """True if the next step should run the drafter; before a trial begins, ``may_run`` must allow it, too."""
         self.pass_cost = LinearCost()
         """Cost of the drafter's passes."""
         self._log = log

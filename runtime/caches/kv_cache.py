@@ -234,7 +234,7 @@ class StaticKVCache:
     def copy_from(self, source: StaticKVCache, length: int | None = None) -> None:
         """Copy the keys and values of the first ``length`` tokens of ``source``, by default all that are valid.
 
-        They must fit in ``capacity`` positions.
+        The tokens must fit in ``capacity`` positions.
         """
         source.settle()
         self.pending_move = self._interrupted_from = None

@@ -152,7 +152,7 @@ SHAPED = (*SHAPE_PEERS, *(method for method in METHODS if method not in NEED_LOG
 
 @dataclass(frozen=True)
 class ShapeConfig(Settings, panel=Panel.MEASUREMENT):
-    """What ``bench`` times on a model with a given shape and random weights."""
+    """What ``bench-shape`` times on a model with a given shape and random weights."""
 
     shape: str
     """Name of a known shape, or path of a config.json."""

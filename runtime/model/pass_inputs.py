@@ -221,7 +221,7 @@ class CacheRows(NamedTuple):
 
     @property
     def cache(self) -> IndexedKVCache:
-        """The cache as transformers' layers use it."""
+        """A ``transformers`` cache that writes rows to ``places`` and reads ``extent`` positions."""
         return IndexedKVCache(self.storage, self.places[None], self.extent)
 
     def mask_of(self, kind: str) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ READERS = 2
 
 
 def fits(store: WeightStore, model: Any) -> bool:
-    """Return True if a store has exactly a model's parameters and saved buffers, in their shapes; tied ones may be missing."""
+    """Return True if a store has just a model's weights, in its shapes; of tied parameters, one is enough."""
     parameters = model.state_dict()
     if any(name not in parameters or parameters[name].shape != weight.shape for name, weight in store.items()):
         return False

@@ -50,7 +50,7 @@ EXACT_SVD_WIDTH = 1024
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Accuracy of drafting heads on held-out text."""
+    """Accuracy, calibration and best static tree of drafting heads on held-out text."""
 
     top: dict[str, list[float]] = field(default_factory=dict)
     """Top-1, top-5 and top-10 accuracy (keys ``1``, ``5`` and ``10``) of each head."""
@@ -59,7 +59,7 @@ class EvalResult:
     tree: list[list[int]] = field(default_factory=list)
     """Nodes of the static tree, best first. Each node is a path with one rank per head, from the first head on."""
     gains: list[float] = field(default_factory=list)
-    """How often each node of the static tree is accepted."""
+    """Share of positions at which each node of the static tree is accepted."""
     odds: list[list[float]] = field(default_factory=list)
     """How often a token is accepted after an accepted path, by head and probability bucket."""
 

@@ -122,7 +122,7 @@ class _RecurrenceCheck:
         self.tolerance = max(tolerance_of(stock.dtype, strict=True), 2 * (facts.rounding or 0))
 
     def complete_facts(self) -> ModelFacts:
-        """Return the facts, with whether passes continue from the states of earlier passes."""
+        """Return the facts, with ``continues`` set by checking passes that continue from earlier states."""
         return replace(self._facts, continues=self._continues())
 
     def passes(self) -> bool:

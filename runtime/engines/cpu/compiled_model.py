@@ -58,7 +58,7 @@ class CompiledModel(Backend):
         self.check(again=True)
 
     def _compare_attention(self) -> None:
-        """Update ``is_current`` from the last comparison of the model with its recorded state."""
+        """Refresh copied weights and update ``is_current``, which also needs the recorded attention implementation."""
         if self._is_same:
             self.table.check_copies()
         self._is_current = self._is_same and self._attention_now() == self._attention

@@ -76,11 +76,11 @@ class MatmulRows(NamedTuple):
 
 
 MIXER_INPUTS = ("inputs", "delta.gates", "delta.strengths", "delta.steps", "delta.keys", "delta.values")
-"""Fields of a mixer's record for its first matmuls, unless they are grouped by key head, or those of an attention."""
+"""Fields of a mixer's record for its first matmuls, unless it is a delta attention or groups them by key head."""
 GROUPED_INPUTS = ("inputs", "delta.strengths")
 DELTA_ATTENTION_INPUTS = ("inputs", "delta.keys", "delta.values", "delta.strengths")
 GATES, DECAYS = ("delta.gate_input", "delta.gates"), ("delta.decay_input", "delta.steps")
-"""Fields for the matmuls of a delta attention's gates and decays; if there is only one matmul, it has the last."""
+"""Fields for the matmuls of a delta attention's gates and decays; a single matmul uses the second field."""
 FIELDS = {
     **{name: f"attention.{name}" for name in ("queries", "keys", "values", "out")},
     "first": "mixer.inputs",

@@ -159,7 +159,7 @@ MIXER = np.dtype(
 )
 
 ADAPTER = np.dtype([("first", MATMUL), ("second", MATMUL)], align=True)
-"""Two matmuls, one after the other, whose output is added to that of another matmul; none without an adapter."""
+"""Two consecutive matmuls, whose output is added to that of another matmul; zeros without an adapter."""
 ADAPTERS = np.dtype([(name, ADAPTER) for name in ("queries", "keys", "values", "gate", "up")], align=True)
 
 LAYER = np.dtype(

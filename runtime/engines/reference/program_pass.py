@@ -149,7 +149,7 @@ class LayerPlan:
     """Residual after the MLP, and before what the next layer or the output layer reads unless ``last`` is set."""
     inputs: InputParts[Module] | None
     added: Residual
-    """How the layer's own input is added to the hidden states."""
+    """How the per-layer input is added to the hidden states."""
     factor: torch.Tensor | None
     last: Residual | None
     """Norm before the next layer or the output layer, if hidden states change after ``end``."""
@@ -398,7 +398,7 @@ class ProgramLayers:
         return attended if mixed is None else attended + mixed
 
     def _change(self, layer: LayerPlan, hidden: torch.Tensor, layer_input: torch.Tensor | None) -> None:
-        """Add a layer's own input to the hidden states and scale them, in place."""
+        """Add a layer's per-layer input to the hidden states and scale them, in place."""
         if (parts := layer.inputs) and layer_input is not None:
             gated = parts.activation_module(parts.gate(hidden)) * layer_input
             self._operations.add_norm(hidden, parts.out(gated), layer.added)
