@@ -123,7 +123,7 @@ class Dialogues:
             self._session.submit(request)
 
     def _interrupt(self) -> None:
-        """Interrupt all answers that have begun, and drop those that have not."""
+        """Interrupt all unfinished answers that have tokens, and drop the other unfinished ones."""
         for dialogue in self._unreported:
             dialogue.error = None
             if dialogue.answers and not (last := dialogue.answers[-1]).stats.finish:

@@ -80,7 +80,7 @@ def rotated(names: Sequence[str], turn: int) -> list[str]:
 
 
 def by_contender(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Group rows by contender, those of each in the order of their rounds."""
+    """Group rows by contender; each group is in the order of rounds."""
     grouped: dict[str, list[Row]] = {}
     for row in rows:
         grouped.setdefault(row.contender, []).append(row)

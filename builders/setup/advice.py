@@ -1,4 +1,4 @@
-"""Advice of a set-up: what more answers, the corpus and the history bring."""
+"""Advice of a set-up: the gains from more answers, from the corpus and from the history."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hdtool.data.progress import count_of
 from hdtool.data.stores.stores_at_home import SHOWN_FINGERPRINT_DIGITS
 
 MIN_GAIN = 1.01
-"""Minimum ratio of tokens per step with a source to those without it for the source to count as useful."""
+"""Minimum ratio of tokens per step with a source to tokens per step without it for the source to count as useful."""
 TARGET_GAIN = 1.05
 """Increase in tokens per step, as a ratio, for which the number of further answers is estimated."""
 MAX_EXTRAPOLATION = 10

@@ -1,4 +1,4 @@
-"""Trained drafters of a set-up: those of the model's folder and of its checkpoint."""
+"""Trained drafters that a set-up finds in the model's folder and in its checkpoint."""
 
 from __future__ import annotations
 

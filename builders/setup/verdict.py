@@ -147,7 +147,7 @@ class Verdict:
         }
 
     def _times(self, speedup: float) -> str:
-        """Return a phrase with ``speedup``, to follow the two speeds; an empty string if the times are in doubt."""
+        """Return ``speedup`` as a phrase that follows the two speeds; an empty string if the times are in doubt."""
         return "" if self.doubt else f": {speedup:.2f} times"
 
     def _identical(self) -> str:

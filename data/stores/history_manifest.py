@@ -61,7 +61,7 @@ class HistoryManifest:
 
     @property
     def file_names(self) -> set[str]:
-        """Names of all files of the store, those in which LMDB registers readers included."""
+        """Names of all files of the store, including the file in which LMDB registers readers."""
         return {name + ending for name in self._names.values() for ending in ("", LMDB_LOCK_ENDING)}
 
     def to_json(self) -> dict[str, Any]:

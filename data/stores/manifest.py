@@ -49,7 +49,7 @@ class TokenizerFingerprint:
 
     @classmethod
     def from_json(cls, row: Any) -> TokenizerFingerprint:
-        """Parse the field of a manifest. Raises ValueError, with the reason, if it is damaged."""
+        """Parse a manifest's field ``tokenizer``. Raises ValueError, with the reason, if the field is damaged."""
         vocab_size = number_of(row, "vocab_size", 1, MAX_VOCABULARY)
         folder = field_of(row, "folder", str) if "folder" in row else ""
         return cls(field_of(row, "fingerprint", str), vocab_size, folder)

@@ -191,7 +191,7 @@ def recorded_name(name: str) -> str:
 
 
 def check_replaceable(folder: Path, check: FolderCheck | None) -> None:
-    """Raise StoreError unless a store can be built in a folder; ``check`` raises if the one there must stay."""
+    """Raise StoreError unless a store can be built in a folder; ``check`` raises if an existing store must stay."""
     check_destination(folder)
     if check:
         check(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LEARNING_RATE = 0.1
-"""Learning rate of an average, unless another one is given."""
+"""Default learning rate of a moving average."""
 PASS_LEARNING_RATE = 1 / 64
 """Learning rate of the cost of passes."""
 MAX_RATIO = 3.0
@@ -11,7 +11,7 @@ MAX_RATIO = 3.0
 
 
 class MovingAverage:
-    """The mean of the first observations; later ones count with a fixed learning rate."""
+    """Mean of the first observations, which becomes an exponential moving average with the learning rate ``rate``."""
 
     def __init__(self, rate: float = LEARNING_RATE, expected: float = 0.0) -> None:
         """``expected`` counts as the first observation unless it is 0."""
@@ -19,7 +19,7 @@ class MovingAverage:
         self._rate = rate
 
     def observe(self, value: float) -> float:
-        """Add an observation; return the value with which it counts."""
+        """Add an observation; return the value that entered the average, which subclasses may clip."""
         self.observed += 1
         self.mean += max(self._rate, 1 / self.observed) * (value - self.mean)
         return value

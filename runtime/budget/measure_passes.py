@@ -51,7 +51,7 @@ LONG_CONTEXT_NODES = (0, 7, 15, 31, 63)
 SLOW_SECONDS = 0.03
 """Duration of a pass over a single token above which the quick measurement times fewer tree sizes."""
 SLOW_NODES, SLOW_LONG_CONTEXT_NODES = (0, 1, 3, 7, 15, 23, 31, 63), (0, 31)
-"""Numbers of nodes for which passes of slow models are timed, and those after the long context."""
+"""Numbers of nodes for which passes of slow models are timed after the short and after the long context."""
 
 
 def context_lengths_for(loaded: Loaded, config: CostConfig) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ class StepOverhead(SmoothedSeconds):
         self._log, self._passes, self._began = log, -1, 0.0
 
     def begin_step(self, draft_seconds: float) -> bool:
-        """Begin a step whose drafts took so long, unless it has begun; measure the last one if it ran a single pass."""
+        """Begin a step, unless it has begun, given its drafting time; measure the last step if it ran a single pass."""
         log, now = self._log, time.perf_counter()
         if log.passes == self._passes:
             return False
@@ -233,7 +233,7 @@ class SharedCosts:
     def __init__(
         self, log: PassLog, curves: Mapping[int, CostCurve], *, only_timed_sizes: bool = False, pads: bool = True
     ) -> None:
-        """``curves`` maps a number of slots to the cost curve of passes over so many trees, by the size of each tree.
+        """``curves`` maps a number of slots to the cost curve of passes over that many trees, by the size of each tree.
 
         Without ``pads``, the engine does not pad trees to the largest, and a size is one less than the total number of
         rows of all trees.

@@ -168,7 +168,7 @@ class KeptStates:
 
     @property
     def bytes(self) -> int:
-        """Memory of copies of the states."""
+        """Memory taken by kept copies of the states, in bytes."""
         return 0
 
     @property

@@ -46,9 +46,9 @@ NO_NUMBERS = "the model's logits are not numbers: its dtype may be too small, tr
 
 
 def seed_of(seed: int, index: int) -> int:
-    """Return the seed of answer ``index`` among several with one ``seed``, which is that of answer 0.
+    """Return the seed of answer ``index`` among several answers for which one ``seed`` was given.
 
-    The others have a hash of both: with ``seed + index``, neighbouring seeds would share answers.
+    Answer 0 uses ``seed``, others a hash of both: with ``seed + index``, neighbouring seeds would share answers.
     """
     digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") if index else seed

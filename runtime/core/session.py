@@ -287,7 +287,7 @@ def decode(
 
 
 def decode_request(engine: Engine[Any], request: Request[Key], *, prefix_caching: bool = True) -> Generator[Step]:
-    """Generate the answer to a request with a limit of its own, as ``decode`` does."""
+    """Generate the answer to a request that has its own ``max_new_tokens``; yield each step, as ``decode`` does."""
     session = Session[Key](engine, engine.cache, prefixes=PrefixCache() if prefix_caching else None)
     session.submit(request)
     return (step for _, step in session.steps())

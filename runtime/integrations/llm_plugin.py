@@ -109,7 +109,7 @@ class HdtoolModel(llm.Model):  # type: ignore[misc]  # llm is not installed for 
             raise llm.ModelError(str(error)) from None
 
     def _ready(self, options: Any) -> Answerer:
-        """Return the answerer for these options; load it anew if they differ in more than sampling and length."""
+        """Return the answerer for these options; reload the model if they differ in more than sampling and length."""
         from transformers.utils import logging
 
         from hdtool.runtime.answerer import Answerer

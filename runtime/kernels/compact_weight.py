@@ -31,7 +31,7 @@ class CompactWeight(torch.Tensor):
 
     stored: Stored
     expansions: ExpansionCounter
-    """Shared by a weight and its views."""
+    """Counter of expansions of the whole weight, shared by a weight and its views."""
 
     @staticmethod
     def __new__(

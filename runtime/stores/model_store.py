@@ -459,7 +459,7 @@ def writing(path: Path, end: int, value_bytes: int, entries: int) -> Iterator[Re
 
 
 def _start(kind: int, prefix_tokens: Sequence[int]) -> bytes:
-    """Return the key of a kind and numbers; each key with additional numbers begins with the same bytes."""
+    """Return the key made of a kind and numbers; keys with further numbers begin with its bytes."""
     return bytes([kind]) + np.asarray(prefix_tokens, KEY_DTYPE).tobytes()
 
 

@@ -80,7 +80,7 @@ class WeightRow(NamedTuple):
 
     numbers: torch.Tensor
     number: int
-    """Number of the row among those of all matrices."""
+    """Index of the row, counted over the rows of all matrices."""
     shape: tuple[int, ...]
     """Shape of the weight."""
     transposed: bool

@@ -164,7 +164,7 @@ def kept_size(mixer: Record) -> int:
 
 @compiled
 def scratch_size(mixer: Record) -> int:
-    """Return how many float32 values of scratch memory are needed per row, with those of ``grouped_at``."""
+    """Return how many float32 values of scratch memory are needed per row, including those for ``grouped_at``."""
     heads, values = mixer.heads, mixer.heads * mixer.value_width
     size = delta_rows(mixer, 1, 0, 0).mixed // ITEM_SIZE + values
     return size if mixer.delta.steps.kernels else size + mixer.convolution.channels + values + 2 * heads  # type: ignore[no-any-return]

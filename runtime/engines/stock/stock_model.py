@@ -36,7 +36,7 @@ class StockModel:
         self.last_only = last_logits_only(model)
         """Option that makes a pass compute only the last token's logits."""
         self.last_of_all = last_logits_of_all_rows(model)
-        """Option for the same, where hidden states of all tokens are recorded."""
+        """Option like ``last_only`` for passes that record hidden states: no layer skips tokens."""
         self.row_by_row = RowByRow(model)
         self.hidden = HiddenStates()
         self.cache_name = cache_name(model) or ""

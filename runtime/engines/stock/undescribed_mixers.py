@@ -1,4 +1,4 @@
-"""Runs mixers that nobody described, with the code of transformers: the only part of hdtool that needs no description.
+"""Runs mixers for which hdtool has no description, by the code of transformers.
 
 Observing a pass shows which modules update states. Over draft trees, these mixers run level by level, each row from the
 state after its parent, which requires no knowledge of their recurrence.
