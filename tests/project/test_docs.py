@@ -53,7 +53,7 @@ def test_the_architecture_page_quotes_the_loop() -> None:
     page = (DOCS / "dev" / "architecture.md").read_text(encoding="utf-8")
     quoted = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     code = _without_space((ROOT / "runtime" / "core" / "session.py").read_text(encoding="utf-8"))
-    assert len(quoted) == 4
+    assert len(quoted) == 3
     for part in quoted:
         assert _without_space(part) in code
 
