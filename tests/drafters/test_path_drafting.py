@@ -6,20 +6,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import Ranked
 from hdtool.runtime.drafters.heads.modules import HydraHeads, MtpHeads
-from hdtool.runtime.drafters.heads.state import HydraModule, TrainedMtp, sequential_drafter
+from hdtool.runtime.drafters.heads.state import HeadsState, HydraModule, TrainedMtp, sequential_drafter
+from hdtool.runtime.drafters.trained import draft_passes
 from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
+from hdtool.runtime.drafters.trained.dflash import DFlashPasses
+from hdtool.runtime.drafters.trained.dflash_checkpoints import load_dflash
 from hdtool.runtime.drafters.trained.draft_passes import ReadingPasses
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
-from hdtool.runtime.drafters.trained.mtp import IteratedMtp, load_mtp, mtp_drafter
+from hdtool.runtime.drafters.trained.mtp import IteratedMtp, MtpLayersInTurn, load_mtp, mtp_drafter
 from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, PathModule, PathsInOneRun, rankings_for
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Proposal
 from hdtool.runtime.drafters.trained.sequential import ROWS_PER_PASS, BlockDrafter, SequentialDrafter, TrainedProposer
@@ -31,7 +37,7 @@ from tests.support.families import model_of
 from tests.support.heads import SEQUENTIAL, random_for
 from tests.support.mtp import with_mtp
 from tests.support.oracle import prompt_of
-from tests.support.published_drafters import eagle3, six_layers
+from tests.support.published_drafters import block_drafter, eagle3, six_layers
 from tests.support.rehearsed import Rehearsed, Replayed, direct
 
 READ = 500, 1, 3, 16, 2
@@ -98,6 +104,68 @@ def test_one_run_ranks_what_passes_in_turn_do(kind: str, capture: CaptureMaker, 
         ranked = in_one.start(hidden, tokens)()
         assert len(ranked[0]) == rankings_for(depth)
         assert_as_in_turn(in_turn, in_turn.read(hidden, tokens), Proposal.in_tree(*ranked))
+
+
+def in_turn(folder: Path) -> ReadingPasses:
+    target = Target(with_mtp("glm4_moe", folder, 2))
+    target.watch_hidden()
+    return MtpLayersInTurn(load_mtp(target.model), target)
+
+
+def blocks(folder: Path, markov: str = "") -> ReadingPasses:
+    target = Target(six_layers("Llama"))
+    name = str(block_drafter(folder, target.model, markov=markov))
+    target.watch_hidden([0, 2])
+    return DFlashPasses(load_dflash(PublishedDrafter.named(name), target), target)
+
+
+def parallel(folder: Path) -> ReadingPasses:
+    target = Target(model_of("llama"))
+    return HeadsState(random_for(target, HeadsConfig(rank=8)), target).reading
+
+
+def paths(make: Make, folder: Path) -> ReadingPasses:
+    module = make(folder, never).module
+    assert isinstance(module, ReadingPasses)
+    module.draft_within_reading(2)
+    return module
+
+
+MODULES: dict[str, Callable[[Path], ReadingPasses]] = {
+    "layers in turn": in_turn, "dflash": blocks, "dspark": partial(blocks, markov="gated"), "heads": parallel,
+    **{name: partial(paths, make) for name, make in KINDS.items()},
+}  # fmt: skip
+
+
+class CountedRankings(TorchDispatchMode):
+    """Counts rankings of tokens; mixtures of experts rank, too."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.ops.aten.topk.default and args[1] == TOKENS_PER_RANKING
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.one_in(2)
+def test_only_the_last_piece_of_a_prompt_drafts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier pieces rank nothing, and what is ranked after them is what is ranked after the whole prompt."""
+    module = MODULES[kind](tmp_path)
+    torch.manual_seed(0)
+    hidden, tokens = torch.randn(100, module._new_hidden.shape[-1]), torch.randint(97, (100,)).tolist()
+    ranked, counts = list[Ranked](), list[int]()
+    for piece in (512, 16):
+        monkeypatch.setattr(draft_passes, "READ_CHUNK", piece)
+        module.begin([1])
+        with CountedRankings() as rankings:
+            ranked.append(module.start(hidden, tokens)())
+        counts.append(rankings.number)
+    assert counts[0] == counts[1] > 0
+    np.testing.assert_allclose(ranked[1][1], ranked[0][1], rtol=2e-3, atol=1e-6)
+    assert (ranked[1][0] == ranked[0][0]).mean() > 0.9
 
 
 def assert_as_in_turn(module: PathModule, first: Ranked, proposal: Proposal) -> None:

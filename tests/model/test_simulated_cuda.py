@@ -79,6 +79,7 @@ OFTEN = ("gpt_oss", "deepseek_v3", "falcon"), ("qwen3_5", "jamba")
 """Families of the long suite, each of a kind of its own; the exhaustive one has all."""
 AT_ONCE = 5
 """Families that a process decodes with."""
+BLOCKS = "dflash", "dspark", "dspark, gated", "dspark, rnn"
 NEAR_TIE = 0.1
 """The distance of two logits, in standard deviations, of which bfloat16 may prefer either."""
 
@@ -225,7 +226,7 @@ def test_answers_that_take_turns_are_those_alone(family: str, home: Path) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("drafter", ["dflash", "dspark", "dspark, gated", "dspark, rnn"])
+@pytest.mark.parametrize("drafter", BLOCKS)
 def test_a_block_is_a_captured_pass(drafter: str, others: dict[str, Any]) -> None:
     """Each step makes one beside the target's, with one copy in, one copy out and one wait for both."""
     found = others["blocks"][drafter]
@@ -249,6 +250,17 @@ def test_a_draft_of_trained_heads_is_a_captured_pass(drafter: str, others: dict[
     assert len(steps) > 3
     for step in steps:
         assert step[REPLAY] == step[COPY_OUT] == step[WAIT + "an event"] == waits(step) == 2, found["lines"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("drafter", ["heads", "hydra", "mtp", *BLOCKS])
+def test_only_the_last_piece_of_a_prompt_drafts(drafter: str, others: dict[str, Any]) -> None:
+    """Earlier pieces only fill the drafter's cache, and nothing of them is copied to the host."""
+    found = others["blocks"][drafter] if drafter in BLOCKS else others[drafter]
+    one, three = found["pieces"]
+    read = WAIT + "copies from the device to pageable memory"
+    assert three[read] == one[read] > 0, found["lines"]
+    assert three[KERNEL] - one[KERNEL] < 2 * one[KERNEL], "a piece that drafts takes as many kernels as the last one"
 
 
 @pytest.mark.long

@@ -32,6 +32,7 @@ from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
+from hdtool.runtime.drafters.trained.draft_passes import READ_CHUNK
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, drafter_of, published_drafter
 from hdtool.runtime.engines import capture
 from hdtool.runtime.engines.captured import captured_passes
@@ -244,7 +245,21 @@ def heads(make: Callable[[Target], Drafter] = with_heads) -> dict[str, Any]:
     install()
     target = Target(on_device(model))
     drafter = make(target)
-    return {"expected": expected, "found": [watched(target, GREEDY, drafter) for _ in range(2)]} | diagnostics()
+    found = [watched(target, GREEDY, drafter) for _ in range(2)]
+    return {"expected": expected, "found": found, "pieces": events_of_pieces(drafter)} | diagnostics()
+
+
+def events_of_pieces(drafter: Any) -> list[Counter[str]]:
+    """Let a trained drafter draft after prompts of one piece and of three; return the events of each."""
+    module, events = drafter.trained._reader, []
+    module = getattr(module, "module", module)
+    for pieces in (1, 3):
+        number = READ_CHUNK * (pieces - 1) + 40
+        module.begin([1])
+        before = Counter(DEVICE.counts.events)
+        module.start(torch.ones((number, module._new_hidden.shape[-1]), device="cuda"), [1] * number)()
+        events.append(Counter(DEVICE.counts.events) - before)
+    return events
 
 
 def hydra() -> dict[str, Any]:

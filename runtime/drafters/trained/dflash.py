@@ -59,6 +59,12 @@ class DFlashPasses(ReadingPasses):
         places = [*range(self.length, start), *range(behind, behind + padding), *range(start, behind)]
         return [*places, tokens[-1], *[self._model.mask_token] * (self._block - 1)]
 
+    def _cache_rows(self, tokens: torch.Tensor, hidden: torch.Tensor, places: torch.Tensor, extent: int) -> None:
+        mask = self._masks.causal_mask(places[:0], extent)
+        rows = CacheRows(self._cache.storage, places, extent, mask)
+        context = self._model.encode(hidden)
+        self._layers.run(context[:0], places, rows, context=context)
+
     def _rank_last(self, hidden: torch.Tensor, extent: int, words: torch.Tensor) -> TopTokens:
         model, (places, noise) = self._model, words.split([len(words) - self._block, self._block])
         mask = self._masks.block_mask(places[-self._block :], extent, model.causal)

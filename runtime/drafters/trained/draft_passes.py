@@ -83,11 +83,21 @@ class ReadingPasses:
         """Start to read accepted tokens; return a function that waits for what ``read`` returns."""
         if not self._caches:
             hidden, tokens = hidden[-1:], tokens[-1:]
-        for start in range(0, len(tokens), READ_CHUNK):
-            results = self._start(hidden[start : start + READ_CHUNK], tokens[start : start + READ_CHUNK])
-        return results
+        while len(tokens) > READ_CHUNK:
+            self._cache_only(hidden[:READ_CHUNK], tokens[:READ_CHUNK])
+            hidden, tokens = hidden[READ_CHUNK:], tokens[READ_CHUNK:]
+        return self._start(hidden, tokens)
+
+    def _cache_only(self, hidden: torch.Tensor, tokens: list[int]) -> None:
+        """Read accepted tokens that others follow, so that nothing is ranked after them."""
+        hidden, tokens = self._with_unread(hidden, tokens)
+        new, start = len(tokens), self.length
+        places = torch.arange(start, start + new, device=hidden.device)
+        self._cache_rows(torch.tensor(tokens, device=hidden.device), hidden, places, self._reserved(new))
+        self._accept(new)
 
     def _start(self, hidden: torch.Tensor, tokens: list[int]) -> Callable[[], Ranked]:
+        hidden, tokens = self._with_unread(hidden, tokens)
         new = len(tokens)
         size = self._passes.size_for(new)
         if self._passes.captures(new):
@@ -99,6 +109,10 @@ class ReadingPasses:
         results = self._passes.start((f"read {self.rankings}", size, extent), words, self.rankings, rank_last)
         self._accept(new)
         return results
+
+    def _with_unread(self, hidden: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+        """Return accepted tokens after those that must be read again, with the hidden states before them."""
+        return hidden, tokens
 
     def _words(self, tokens: list[int], size: int) -> list[int]:
         """Return the last token's row, the tokens and their places in the cache, padded to ``size`` rows."""
@@ -126,8 +140,14 @@ class ReadingPasses:
     def _rank_last(self, hidden: torch.Tensor, extent: int, words: torch.Tensor) -> TopTokens:
         """Read accepted tokens, given as ``_words`` returns them, and rank the tokens that may follow the last one."""
         last, (tokens, places) = words[:1], words[1:].view(2, -1)
-        rows = CacheRows(self._cache.storage, places, extent, self._masks.causal_mask(places, extent))
-        return self._ranked(tokens, hidden, last, rows)
+        return self._ranked(tokens, hidden, last, self._causal_rows(places, extent))
+
+    def _causal_rows(self, places: torch.Tensor, extent: int) -> CacheRows:
+        return CacheRows(self._cache.storage, places, extent, self._masks.causal_mask(places, extent))
+
+    def _cache_rows(self, tokens: torch.Tensor, hidden: torch.Tensor, places: torch.Tensor, extent: int) -> None:
+        """Write what is cached for accepted tokens at these places, given the hidden states before them."""
+        raise NotImplementedError
 
     def _ranked(self, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, rows: CacheRows) -> TopTokens:
         """Rank the tokens that may follow row ``last`` of some accepted tokens, given the hidden states before them."""
@@ -160,6 +180,9 @@ class ModulePasses(ReadingPasses):
     def _with_paths(self, first: TopTokens, extend: Extend) -> TopTokens:
         """Return the ``first`` ranking and, with passes within reading, the rankings after the best paths below it."""
         return rank_best_paths(first, self.depth, extend) if self.depth else first
+
+    def _cache_rows(self, tokens: torch.Tensor, hidden: torch.Tensor, places: torch.Tensor, extent: int) -> None:
+        self._module(tokens, hidden, places, self._causal_rows(places, extent))
 
     def _ranked(self, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, rows: CacheRows) -> TopTokens:
         outputs = self._module(tokens, hidden, rows.places, rows)

@@ -19,7 +19,7 @@ import torch
 
 from hdtool.data.errors import FamilyError, HeadsError, error_reason
 from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape, layer_shapes
-from hdtool.runtime.core.engine_interface import Ranked, TopTokens
+from hdtool.runtime.core.engine_interface import TopTokens
 from hdtool.runtime.core.tolerances import distances, tolerance_of
 from hdtool.runtime.drafters.trained.checkpoints import loaded_once
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, ReadingPasses
@@ -313,17 +313,22 @@ class MtpLayersInTurn(ReadingPasses):
         self._tokens: list[int] = []
         """Hidden states and tokens of the accepted positions that not all layers have read with accepted tokens."""
 
-    def _start(self, hidden: torch.Tensor, tokens: list[int]) -> Callable[[], Ranked]:
+    def _with_unread(self, hidden: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
         if self._hidden is not None:
             hidden, tokens = torch.cat([self._hidden, hidden]), self._tokens + tokens
         self._hidden, self._tokens = hidden, tokens
-        return super()._start(hidden, tokens)
+        return hidden, tokens
 
     def _accept(self, new: int) -> None:
         kept = max(0, new - (self._layers.number - 1))
         super()._accept(kept)
         assert self._hidden is not None
         self._hidden, self._tokens = self._hidden[kept:], self._tokens[kept:]
+
+    def _cache_rows(self, tokens: torch.Tensor, hidden: torch.Tensor, places: torch.Tensor, extent: int) -> None:
+        rows = self._causal_rows(places, extent)
+        for layer in range(self._layers.number):  # what wraps around at the end is read again
+            hidden = self._layers.run(layer, tokens.roll(-layer), hidden, places + layer, rows)
 
     def _ranked(self, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, rows: CacheRows) -> TopTokens:
         ranked = list[TopTokens]()
