@@ -34,7 +34,6 @@ from hdtool.runtime.drafters.heads.state import HeadsState, sequential_drafter
 from hdtool.runtime.drafters.trained.assistant import (
     AssistantDrafter,
     AssistantModule,
-    draft_model_drafter,
     load_assistant,
 )
 from hdtool.runtime.drafters.trained.checkpoints import (
@@ -46,6 +45,7 @@ from hdtool.runtime.drafters.trained.checkpoints import (
 )
 from hdtool.runtime.drafters.trained.dflash import dflash_drafter
 from hdtool.runtime.drafters.trained.dflash_checkpoints import load_dflash
+from hdtool.runtime.drafters.trained.draft_model import draft_model_drafter
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter, mtp_layers_of
 from hdtool.runtime.drafters.trained.path_drafting import path_drafter
@@ -148,7 +148,7 @@ def published_drafter(
             return AssistantDrafter(assistant, columns=target.watch_hidden(), source=SourceId.DRAFTER, gate=gate)
         eagle, layers = loaded_once(target, name, lambda: load_eagle3(published, target))
         columns = target.watch_hidden(layers)
-        return path_drafter(EagleModule(eagle, target), target, columns, gate, source=SourceId.DRAFTER)
+        return path_drafter(EagleModule(eagle, target), target.captures, columns, gate, source=SourceId.DRAFTER)
 
 
 def drafter_of(saved: SavedHeads, target: Target, gate: TrainedDrafterGate | None = None) -> TrainedProposer:

@@ -174,7 +174,7 @@ class BackendEngine:
         """
         if not self.captures:
             return partial(self._verify, cache, trees, options)
-        context = self._make_room(cache, len(trees))
+        context = self.make_room(cache, len(trees))
         running = self._backends[0].launch(cache, trees, options)
         if running is None:
             return partial(self._verify, cache, trees, options)
@@ -191,14 +191,14 @@ class BackendEngine:
 
     def _verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> list[Verified]:
         """Verify trees by a pass that isn't captured."""
-        self.log.context = self._make_room(cache, len(trees))
+        self.log.context = self.make_room(cache, len(trees))
         for slot in cache.slots[: len(trees)]:
             slot.kv.settle()
         verified = self._run(lambda backend: backend.verify(cache, trees, options))
         _begin_commit(cache, trees, verified)
         return verified
 
-    def _make_room(self, cache: Cache, trees: int) -> int:
+    def make_room(self, cache: Cache, trees: int) -> int:
         """Reserve room for the largest tree in each of the first slots; return the length of context to log."""
         lengths = [slot.length for slot in cache.slots[:trees]]
         longest = max(lengths)

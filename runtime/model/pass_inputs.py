@@ -246,6 +246,20 @@ class StepTensors(NamedTuple):
     ancestor_mask: torch.Tensor
     """Bits of each row's ancestor nodes, itself included, shape ``[slots, rows]``."""
 
+    @classmethod
+    def of(cls, buffer: torch.Tensor, rows: int) -> StepTensors:
+        """Return the parts of a buffer ``[slots, numbers]`` that holds a step with this many rows per slot."""
+        tokens, positions, ancestor_mask = buffer[:, HEADER:].unflatten(1, (3, rows)).unbind(1)
+        moved_from = buffer[:, MOVED_FROM:HEADER]
+        return cls(buffer, buffer[:, LENGTH], buffer[:, MOVED_TO], moved_from, tokens, positions, ancestor_mask)
+
+    @classmethod
+    def of_root(cls, token: torch.Tensor, length: torch.Tensor) -> StepTensors:
+        """Return a step of one slot without drafts, given its root and the length of its context, both ``[1]``."""
+        no_move = length + torch.arange(MOVES, device=length.device)
+        nothing = torch.zeros_like(length)
+        return cls.of(torch.cat([length, length, nothing, no_move, token, length, nothing])[None], 1)
+
 
 class TransferBuffer:
     """Integers at fixed addresses on host and device, transferred in either direction by a single copy."""
@@ -295,9 +309,14 @@ class StepInput:
 
     def tensors(self, slots: int, rows: int) -> StepTensors:
         buffer = self._buffer.device[: slots * (HEADER + 3 * rows)].view(slots, HEADER + 3 * rows)
-        tokens, positions, ancestor_mask = buffer[:, HEADER:].view(slots, 3, rows).unbind(1)
-        moved_from = buffer[:, MOVED_FROM:HEADER]
-        return StepTensors(buffer, buffer[:, LENGTH], buffer[:, MOVED_TO], moved_from, tokens, positions, ancestor_mask)
+        return StepTensors.of(buffer, rows)
+
+
+def step_words(tree: DraftTree, rows: int, length: int) -> list[int]:
+    """Return the numbers of a step that verifies a tree after a context of ``length`` tokens, padded to ``rows``."""
+    words = np.empty(HEADER + 3 * rows, np.int64)
+    _fill(words, tree.root, tree.tokens, tree.parents, rows, length)
+    return words.tolist()
 
 
 def sent_step(trees: Sequence[DraftTree], lengths: Sequence[int], device: torch.device) -> StepTensors:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,10 +19,12 @@ from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.drafters.drafter_factory import drafter_for, drafters_for
-from hdtool.runtime.drafters.trained.assistant import DraftModel, draft_model_drafter
 from hdtool.runtime.drafters.trained.checkpoints import LOADED_BY_TARGET
-from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
+from hdtool.runtime.drafters.trained.draft_model import DraftModel, draft_model_drafter
+from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, path_drafter
+from hdtool.runtime.drafters.trained.sequential import BlockDrafter
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
+from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
@@ -35,12 +38,19 @@ from tests.support.decoding import (
 )
 from tests.support.families import model_of, random_model
 from tests.support.oracle import prompt_of
-from tests.support.rehearsed import direct
+from tests.support.rehearsed import Rehearsed, Replayed, direct
+
+CAPTURES: dict[str, CaptureMaker] = {
+    "eager": never,
+    "rehearsed": lambda device: Rehearsed(),
+    "replayed": lambda device: Replayed(),
+    "fixed": direct,
+}
 
 
 def alone(draft: Target, target: Target, nodes: int = 8) -> StandaloneDrafter:
     module = DraftModel(draft, target.vocabulary)
-    drafter = SequentialDrafter(module, source=SourceId.DRAFTER, width=1)
+    drafter = path_drafter(module, module.drafts_in_one_run, None, None, source=SourceId.DRAFTER, width=1)
     return StandaloneDrafter(drafter, FixedBudget(nodes))
 
 
@@ -61,19 +71,51 @@ def test_drafts_change_no_token(family: str, draft: str, sampling: str) -> None:
         assert {source for step in steps for source in step.tree.sources.tolist()} == {SourceId.DRAFTER}
 
 
-@pytest.mark.parametrize("capture", [None, direct], ids=["eager", "fixed"])
+@pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-def test_a_model_that_drafts_for_itself_is_always_right(family: str, capture: Any) -> None:
+def test_a_model_that_drafts_for_itself_is_always_right(family: str, capture: CaptureMaker) -> None:
     """So its cache is that of the context, whatever was drafted and cut off before."""
-    made = Target(model_of(family), capture) if capture else Target(model_of(family))
-    target = Target(model_of(family))
+    made, target = Target(model_of(family), capture), Target(model_of(family))
     drafter = alone(made, target, nodes=4)
+    in_one_run = isinstance(drafter.trained, BlockDrafter)
+    assert in_one_run == (made.captures and family == "llama"), "recurrent states are taken back by the host"
     for prompt in (prompt_of(20), prompt_of(90)):
         steps = run(target, prompt, SamplingConfig(), max_new_tokens=40, drafter=drafter)
         chains = [step.tree.first_chain() for step in steps[1:-1]]
         assert all(len(chain) for chain in chains)
         accepted = [len(step.tokens) - 1 for step in steps[1:-1]]
         assert accepted == [len(chain) for chain in chains]
+
+
+@pytest.mark.parametrize("capture", [each for each in CAPTURES if each != "eager"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.one_in(2)
+def test_one_run_ranks_what_passes_in_turn_do(family: str, capture: str) -> None:
+    """Also after rejected drafts, a change of weights, and a prompt for which the cache grows."""
+    model = Target(model_of(family), CAPTURES[capture])
+    in_turn, in_one = DraftModel(Target(model_of(family)), 90), DraftModel(model, 90)
+    hidden, tokens, read = torch.empty(0), prompt_of(460), 1
+    for changes in range(2):
+        for module in (in_turn, in_one):
+            module.begin(tokens[:1])
+        for number, new in enumerate((300, 1, 9, 1, 17, 2, 70, 1)):
+            depth = DEPTHS[number % len(DEPTHS)]
+            in_one.draft_within_reading(depth)
+            ranked = in_one.start(hidden, tokens[read : read + new])()
+            expected = [in_turn.read(hidden, tokens[read : read + new])]
+            for _ in range(depth):
+                expected.append(in_turn.extend([0], [int(expected[-1][0][0, 0])]))
+            read += new
+            assert (ranked[0] == np.concatenate([tokens for tokens, _ in expected])).mean() > 0.9
+            np.testing.assert_allclose(
+                ranked[1], np.concatenate([probs for _, probs in expected]), rtol=2e-3, atol=1e-6
+            )
+        read = 1
+        with torch.no_grad():
+            for module in (in_turn, in_one):
+                embedding: Any = module._model.model.get_input_embeddings()
+                embedding.weight.mul_(1.5)
+        assert not changes or in_one._captured_for[-1] == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])

@@ -27,7 +27,7 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import PassLog
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.trained import sequential
-from hdtool.runtime.drafters.trained.assistant import DraftModel
+from hdtool.runtime.drafters.trained.draft_model import DraftModel
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter
 from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, QueuedTokens, SequentialDrafter, TrainedProposer
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, published_drafter, trained_drafter

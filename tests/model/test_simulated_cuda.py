@@ -118,7 +118,7 @@ def others(home: Path) -> dict[str, Any]:
     """Groups that are short, in one process."""
     return scenarios(
         home,
-        "blocks,changes,captures,reserved,sampled,heads,hidden_without_extents,hydra,mtp,without_recovery,"
+        "blocks,changes,captures,draft_models,reserved,sampled,heads,hidden_without_extents,hydra,mtp,without_recovery,"
         "short_memory,replaced_weights,refused_waits,basics",
     )
 
@@ -250,6 +250,18 @@ def test_a_draft_of_trained_heads_is_a_captured_pass(drafter: str, others: dict[
     assert len(steps) > 3
     for step in steps:
         assert step[REPLAY] == step[COPY_OUT] == step[WAIT + "an event"] == waits(step) == 2, found["lines"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["right", "wrong"])
+def test_a_draft_of_a_model_is_a_captured_pass(kind: str, others: dict[str, Any]) -> None:
+    found = others["draft_models"][kind]
+    assert not found["faults"]
+    assert [answer["tokens"] for answer in found["found"]] == [found["expected"]] * 2
+    steps: list[Counter[str]] = list(map(Counter, found["found"][1]["steps"]))
+    assert len(steps) > (2 if kind == "right" else 15)
+    for step in steps:
+        assert step[REPLAY] == step[COPY_IN] == step[COPY_OUT] == step[WAIT + "an event"] == waits(step) == 2
 
 
 @pytest.mark.long

@@ -32,7 +32,9 @@ from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
+from hdtool.runtime.drafters.trained.draft_model import DraftModel
 from hdtool.runtime.drafters.trained.draft_passes import READ_CHUNK
+from hdtool.runtime.drafters.trained.path_drafting import path_drafter
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, drafter_of, published_drafter
 from hdtool.runtime.engines import capture
 from hdtool.runtime.engines.captured import captured_passes
@@ -253,7 +255,7 @@ def events_of_pieces(drafter: Any) -> list[Counter[str]]:
     """Let a trained drafter draft after prompts of one piece and of three; return the events of each."""
     module, events = drafter.trained._reader, []
     module = getattr(module, "module", module)
-    for pieces in (1, 3):
+    for pieces in (1, 3) if hasattr(module, "_new_hidden") else ():  # others read prompts as models do
         number = READ_CHUNK * (pieces - 1) + 40
         module.begin([1])
         before = Counter(DEVICE.counts.events)
@@ -270,6 +272,20 @@ def hydra() -> dict[str, Any]:
 def mtp() -> dict[str, Any]:
     """Answer with drafts of an MTP layer, whose passes are captured too."""
     return heads(partial(with_heads, config=SEQUENTIAL["mtp"]))
+
+
+def draft_models() -> dict[str, Any]:
+    """Answer with drafts of a model that is always right, and of one that is often wrong."""
+    found = dict[str, Any]()
+    for name, change in (("right", copy.deepcopy), ("wrong", partial(deeper, layers=1))):
+
+        def drafter_for_target(target: Target, change: Any = change) -> Drafter:
+            module = DraftModel(Target(on_device(change(model_of("llama")))), target.vocabulary)
+            trained = path_drafter(module, module.drafts_in_one_run, None, None, width=1)
+            return StandaloneDrafter(trained, FixedBudget(NODES))
+
+        found[name] = heads(drafter_for_target)
+    return found
 
 
 def blocks() -> dict[str, Any]:
@@ -574,6 +590,7 @@ GROUPS = (
     blocks,
     captures,
     changes,
+    draft_models,
     heads,
     hidden_without_extents,
     hydra,

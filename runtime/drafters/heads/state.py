@@ -70,7 +70,7 @@ def sequential_drafter(saved: SavedHeads, target: Target, gate: TrainedDrafterGa
     else:
         assert isinstance(saved.heads, MtpHeads)
         module = TrainedMtp(saved.heads, target)
-    return path_drafter(module, target, columns, gate, odds=saved.evaluation.odds or None)
+    return path_drafter(module, target.captures, columns, gate, odds=saved.evaluation.odds or None)
 
 
 class HydraModule(ModulePasses):

@@ -269,7 +269,7 @@ def mtp_drafter(target: Target, gate: TrainedDrafterGate | None = None) -> Train
     if layers.number > 1:
         module, calibration = MtpLayersInTurn(layers, target), Calibration(None, layers.number)
         return BlockDrafter(module, calibration, columns, gate=gate, arrange=Proposal.in_turn)
-    return path_drafter(IteratedMtp(layers, target), target, columns, gate)
+    return path_drafter(IteratedMtp(layers, target), target.captures, columns, gate)
 
 
 def _loaded(target: Target) -> LibraryMtp:

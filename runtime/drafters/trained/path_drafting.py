@@ -22,7 +22,6 @@ from hdtool.runtime.drafters.trained.sequential import (
 
 if TYPE_CHECKING:
     from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate
-    from hdtool.runtime.target.target import Target
 
 DEPTHS = (2, 4, 8)
 """Numbers of passes after the first that a captured draft makes."""
@@ -100,19 +99,29 @@ class PathsInOneRun:
 
 def path_drafter(
     module: PathModule,
-    target: Target,
-    columns: slice,
+    in_one_run: bool,
+    columns: slice | None,
     gate: TrainedDrafterGate | None,
     *,
     source: SourceId = SourceId.HEADS,
     odds: list[list[float]] | None = None,
+    relative_cost: float = 0.0,
+    width: int = ROWS_PER_PASS,
 ) -> TrainedProposer:
-    """Return a drafter that extends paths by a module; see ``SequentialDrafter`` for the other arguments.
+    """Return a drafter that extends paths by a module; see ``SequentialDrafter`` for most arguments.
 
-    Where passes are captured, a draft is one run, which the host needn't wait for between the passes.
+    With ``in_one_run``, where passes are captured, the host needn't wait between the passes of a draft.
     """
-    if not target.captures:
-        return SequentialDrafter(module, columns=columns, source=source, gate=gate, odds=odds)
+    if not in_one_run:
+        return SequentialDrafter(
+            module,
+            columns=columns,
+            source=source,
+            gate=gate,
+            relative_cost=relative_cost,
+            odds=odds,
+            width=width,
+        )
     calibration = Calibration(odds, MAX_CALIBRATED_DEPTH + 1)
-    run = PathsInOneRun(module)
-    return BlockDrafter(run, calibration, columns, source=source, gate=gate, arrange=Proposal.in_tree)
+    arrange = Proposal.in_tree if width > 1 else Proposal.in_turn
+    return BlockDrafter(PathsInOneRun(module), calibration, columns, source=source, gate=gate, arrange=arrange)

@@ -211,7 +211,7 @@ class BlockDrafter(TrainedProposer):
         self,
         module: BlockModule,
         calibration: Calibration,
-        columns: slice,
+        columns: slice | None,
         *,
         source: SourceId = SourceId.HEADS,
         gate: TrainedDrafterGate | None = None,
@@ -241,7 +241,8 @@ class BlockDrafter(TrainedProposer):
         started = time.perf_counter()
         proposal = self._arrange(*self._results())
         self._buckets = prob_bucket(proposal.probs)
-        self.tokens, self.probs = proposal.tokens, self.calibration(proposal.depths[:, None], self._buckets)
+        probs = self.calibration(proposal.depths[:, None], self._buckets)
+        self.tokens, self.probs = proposal.tokens, np.where(proposal.tokens == NO_RANKING_AFTER, 0.0, probs)
         self.seconds += time.perf_counter() - started
         self._proposed = proposal._replace(probs=self.probs)
         return self._proposed

@@ -125,6 +125,11 @@ class CapturedPasses(Backend):
         """True if hdtool's fused pass is captured rather than a pass through transformers' layers."""
         return bool(self._passes) and isinstance(self._passes[0], ProgramPass)
 
+    @property
+    def proven(self) -> StepPass | None:
+        """The pass that is captured; None if there is none."""
+        return self._passes[0] if self.steps else None
+
     @torch.inference_mode()
     def enable(self, capture: Capture, trees: TreePasses, cache: Cache) -> None:
         """Try to capture steps; from now on, use them if their logits match those of ``trees``, uncaptured.
