@@ -31,11 +31,7 @@ from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.heads.checkpoint import heads_for, methods_with_heads
 from hdtool.runtime.drafters.heads.modules import ParallelHeads
 from hdtool.runtime.drafters.heads.state import HeadsState, sequential_drafter
-from hdtool.runtime.drafters.trained.assistant import (
-    AssistantDrafter,
-    AssistantModule,
-    load_assistant,
-)
+from hdtool.runtime.drafters.trained.assistant import AssistantModule, load_assistant
 from hdtool.runtime.drafters.trained.checkpoints import (
     DFLASH,
     GEMMA_ASSISTANT,
@@ -145,7 +141,10 @@ def published_drafter(
             return dflash_drafter(loaded_once(target, name, lambda: load_dflash(published, target)), target, gate)
         if kind == GEMMA_ASSISTANT:
             assistant = AssistantModule(loaded_once(target, name, lambda: load_assistant(published, target)), target)
-            return AssistantDrafter(assistant, columns=target.watch_hidden(), source=SourceId.DRAFTER, gate=gate)
+            columns = target.watch_hidden()
+            return path_drafter(
+                assistant, target.captures, columns, gate, source=SourceId.DRAFTER, follow=assistant.follow
+            )
         eagle, layers = loaded_once(target, name, lambda: load_eagle3(published, target))
         columns = target.watch_hidden(layers)
         return path_drafter(EagleModule(eagle, target), target.captures, columns, gate, source=SourceId.DRAFTER)

@@ -144,6 +144,18 @@ class AttentionMasks:
                 mask.masked_fill_(after, self._mask_value)
         return self._by_kind(masks)
 
+    def mask_before_move(
+        self, position: torch.Tensor, first: torch.Tensor, places: torch.Tensor, extent: int
+    ) -> AttentionMask:
+        """Compute the mask ``[1, 1, 1, extent]`` of a token after a context whose end is still to be moved.
+
+        The positions from ``first [1]`` on are in the cache at ``places [MOVES]``; unused ones are ``extent``.
+        """
+        columns = torch.arange(extent + 1, device=places.device)
+        related = (columns < first).index_fill(0, places, 1)
+        columns = columns.index_copy(0, places, first + torch.arange(MOVES, device=places.device))
+        return self._by_kind(self._hiding(related[None, None, :extent], position[None], columns[None, :extent]))
+
     def on_device(
         self, ancestor_mask: torch.Tensor, positions: torch.Tensor, length: torch.Tensor, extent: int
     ) -> AttentionMask:

@@ -28,7 +28,7 @@ from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.mtp import IteratedMtp, MtpLayersInTurn, load_mtp, mtp_drafter
 from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, PathModule, PathsInOneRun, rankings_for
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Proposal
-from hdtool.runtime.drafters.trained.sequential import ROWS_PER_PASS, BlockDrafter, SequentialDrafter, TrainedProposer
+from hdtool.runtime.drafters.trained.sequential import BlockDrafter, SequentialDrafter, TrainedProposer
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, published_drafter
 from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.target.target import Target
@@ -38,6 +38,7 @@ from tests.support.heads import SEQUENTIAL, random_for
 from tests.support.mtp import with_mtp
 from tests.support.oracle import prompt_of
 from tests.support.published_drafters import block_drafter, eagle3, six_layers
+from tests.support.rankings import assert_as_in_turn
 from tests.support.rehearsed import Rehearsed, Replayed, direct
 
 READ = 500, 1, 3, 16, 2
@@ -166,27 +167,6 @@ def test_only_the_last_piece_of_a_prompt_drafts(kind: str, tmp_path: Path, monke
     assert counts[0] == counts[1] > 0
     np.testing.assert_allclose(ranked[1][1], ranked[0][1], rtol=2e-3, atol=1e-6)
     assert (ranked[1][0] == ranked[0][0]).mean() > 0.9
-
-
-def assert_as_in_turn(module: PathModule, first: Ranked, proposal: Proposal) -> None:
-    """Assert that a module ranks the same after each path of a proposal, whose paths are the best ones."""
-    assert_equal(proposal, slice(0, 1), first)
-    best, path_probs = proposal.tokens.shape[1], np.ones(len(proposal.tokens))
-    for depth in range(1, proposal.depths.max() + 1):
-        before, rows = (np.flatnonzero(proposal.depths == each) for each in (depth - 1, depth))
-        places = [np.argwhere(proposal.after == row)[0] for row in rows]
-        parents, ranks = np.array(places).T
-        chances = path_probs[before, None] * proposal.probs[before]
-        path_probs[rows] = path_probs[parents] * proposal.probs[parents, ranks]
-        assert len(rows) == min(ROWS_PER_PASS, chances.size) and best <= TOKENS_PER_RANKING
-        np.testing.assert_allclose(path_probs[rows], np.sort(chances.ravel())[::-1][: len(rows)], rtol=1e-5)
-        ranked = module.extend(parents.tolist(), proposal.tokens[parents, ranks].tolist())
-        assert_equal(proposal, slice(rows[0], rows[-1] + 1), ranked)
-
-
-def assert_equal(proposal: Proposal, rows: slice, expected: Ranked) -> None:
-    np.testing.assert_allclose(proposal.probs[rows], expected[1], rtol=2e-3, atol=1e-6)
-    assert (proposal.tokens[rows] == expected[0]).mean() > 0.9  # equals may stand in another order
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,16 +17,22 @@ from transformers.generation.candidate_generator import (
 )
 
 from hdtool.data.errors import FamilyError, HeadsError, ModelError
+from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import SamplingConfig
+from hdtool.runtime.core.engine_interface import Ranked
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_for, drafters_for
+from hdtool.runtime.drafters.trained.assistant import AssistantModule, load_assistant
 from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
 from hdtool.runtime.drafters.trained.dflash_checkpoints import without_norm
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
-from hdtool.runtime.drafters.trained_methods import published_drafter
+from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Proposal
+from hdtool.runtime.drafters.trained.sequential import BlockDrafter
+from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, published_drafter
 from hdtool.runtime.engines.capture import CaptureMaker, never
+from hdtool.runtime.engines.captured.ranking_passes import RankingPasses
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import assert_answers_of_batch, assert_drafts_change_nothing, run
@@ -42,7 +48,8 @@ from tests.support.published_drafters import (
     let_all_layers_share,
     six_layers,
 )
-from tests.support.rehearsed import Rehearsed, direct
+from tests.support.rankings import assert_as_in_turn
+from tests.support.rehearsed import Rehearsed, Replayed, direct
 from tests.sweep.models import tiny_model
 
 SAMPLED = SamplingConfig(temperature=0.8, seed=3)
@@ -94,6 +101,48 @@ def test_answers_of_a_batch_are_drafted_apart(pair: str, tmp_path: Path) -> None
     prompts = [prompt_of(length) for length in (4, 11, 7, 30)]
     drafters = drafters_for(config, target, StoreSet())
     assert_answers_of_batch(target, prompts, drafters, 3, 5, more=4)
+
+
+@pytest.mark.parametrize("capture", [Rehearsed(), Replayed()], ids=["rehearsed", "replayed"])
+def test_an_assistant_drafts_in_one_run_what_it_drafts_in_turn(
+    capture: Rehearsed | Replayed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while an accepted path is still to be moved into place, and after more tokens than its window has."""
+    model = few_words(gemma())
+    target, folder = Target(model, lambda device: capture), str(assistant(tmp_path, model))
+    drafter, usual, moves = published_drafter(folder, target), AssistantModule.start, list[bool]()
+    assert isinstance(drafter, BlockDrafter)
+
+    def compared(self: AssistantModule, hidden: torch.Tensor, tokens: list[int]) -> Callable[[], Ranked]:
+        results = usual(self, hidden, tokens)
+        if self._slot is None:
+            return results
+        ranked, proposal = results(), Proposal.in_tree(*results())
+        moves.append(self._slot.kv.pending_move is not None)
+        in_turn = AssistantModule(self._assistant, target)
+        in_turn._passes = RankingPasses(None, target.device, 1, TOKENS_PER_RANKING)
+        in_turn._slot = copy = target.cache.saved(0)
+        in_turn._tokens, in_turn._length = copy.tokens, copy.length - len(tokens)
+        assert_as_in_turn(in_turn, usual(in_turn, hidden, tokens)(), proposal)
+        return lambda: ranked
+
+    monkeypatch.setattr(AssistantModule, "start", compared)
+    alone = StandaloneDrafter(drafter, FixedBudget(12))
+    assert_drafts_change_nothing(target, alone, SAMPLED, (20, 5), SourceId.DRAFTER)
+    assert any(moves) and not all(moves)
+
+
+def test_an_assistant_with_clusters_of_tokens_ranks_as_the_library_does(tmp_path: Path) -> None:
+    model = gemma()
+    folder = assistant(tmp_path, model, use_ordered_embeddings=True, num_centroids=97, centroid_intermediate_top_k=12)
+    target = Target(model)
+    library = load_assistant(PublishedDrafter.named(str(folder)), target)
+    library.masked_embedding.token_ordering.copy_(torch.randperm(library.vocab_size))
+    for rows in (1, 4):
+        states = torch.randn(rows, library.hidden_size)
+        with torch.inference_mode():
+            expected = library.masked_embedding(states[:, None], library.lm_head.weight)[:, 0]
+            torch.testing.assert_close(AssistantModule(library, target)._logits(states), expected)
 
 
 @pytest.mark.parametrize("length", [5, 20, 41])

@@ -118,7 +118,7 @@ def others(home: Path) -> dict[str, Any]:
     """Groups that are short, in one process."""
     return scenarios(
         home,
-        "blocks,changes,captures,draft_models,reserved,sampled,heads,hidden_without_extents,hydra,mtp,without_recovery,"
+        "assistants,blocks,changes,captures,draft_models,reserved,sampled,heads,hidden_without_extents,hydra,mtp,without_recovery,"
         "short_memory,replaced_weights,refused_waits,basics",
     )
 
@@ -253,15 +253,19 @@ def test_a_draft_of_trained_heads_is_a_captured_pass(drafter: str, others: dict[
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["right", "wrong"])
-def test_a_draft_of_a_model_is_a_captured_pass(kind: str, others: dict[str, Any]) -> None:
-    found = others["draft_models"][kind]
+@pytest.mark.parametrize(
+    ("group", "drafter"),
+    [("draft_models", "right"), ("draft_models", "wrong"), ("assistants", "usual"), ("assistants", "clusters")],
+)
+def test_a_draft_of_a_small_model_is_a_captured_pass(group: str, drafter: str, others: dict[str, Any]) -> None:
+    found = others[group][drafter]
     assert not found["faults"]
     assert [answer["tokens"] for answer in found["found"]] == [found["expected"]] * 2
     steps: list[Counter[str]] = list(map(Counter, found["found"][1]["steps"]))
-    assert len(steps) > (2 if kind == "right" else 15)
+    assert len(steps) > (2 if drafter == "right" else 15)
     for step in steps:
         assert step[REPLAY] == step[COPY_IN] == step[COPY_OUT] == step[WAIT + "an event"] == waits(step) == 2
+        assert step[KERNEL] <= KERNELS_AROUND_A_BLOCK, found["lines"]
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -51,13 +52,14 @@ from tests.support.families import VOCABULARY, model_of
 from tests.support.heads import SEQUENTIAL, random_for
 from tests.support.interleaving import Interleaving
 from tests.support.oracle import prompt_of
-from tests.support.published_drafters import block_drafter, dflash
+from tests.support.published_drafters import assistant, block_drafter, dflash, few_words, let_all_layers_share
 from tests.support.rehearsed import captured_of
 from tests.support.simulated_cuda.counts import CAPTURE, REPLAY, waits
 from tests.support.simulated_cuda.graphs import GraphCapture
 from tests.support.simulated_cuda.install import install, on_device
 from tests.support.simulated_cuda.queue import DEVICE
 from tests.support.trees import WrongDrafter
+from tests.sweep.models import tiny_model
 
 PROMPT = prompt_of(20)
 MAX_NEW_TOKENS = 24
@@ -74,6 +76,11 @@ BLOCKS: dict[str, Callable[..., Path]] = {
     "dspark, rnn": partial(block_drafter, markov="rnn", drafted=40),
 }
 """Functions that write checkpoints of drafters that predict blocks."""
+CLUSTERS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "clusters": {"use_ordered_embeddings": True, "num_centroids": 97, "centroid_intermediate_top_k": 12},
+}
+"""Settings of assistants."""
 SEEDS = 5
 """Number of random interleavings."""
 LONG = 1024
@@ -240,9 +247,9 @@ def with_heads(target: Target, config: HeadsConfig = HEADS) -> Drafter:
     return StandaloneDrafter(trained, FixedBudget(NODES))
 
 
-def heads(make: Callable[[Target], Drafter] = with_heads) -> dict[str, Any]:
-    """Answer with drafts of heads, whose passes are captured too; or with those of another drafter."""
-    model = model_of("llama")
+def heads(make: Callable[[Target], Drafter] = with_heads, model: PreTrainedModel | None = None) -> dict[str, Any]:
+    """Answer with drafts of heads, whose passes are captured too; or with those of another drafter, or model."""
+    model = model or model_of("llama")
     expected = plain(model, GREEDY)
     install()
     target = Target(on_device(model))
@@ -285,6 +292,22 @@ def draft_models() -> dict[str, Any]:
             return StandaloneDrafter(trained, FixedBudget(NODES))
 
         found[name] = heads(drafter_for_target)
+    return found
+
+
+def assistants() -> dict[str, Any]:
+    """Answer with drafts of assistants of a Gemma 4 model, without and with clusters of tokens."""
+    found = dict[str, Any]()
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        let_all_layers_share(patch)
+        for name, settings in CLUSTERS.items():
+            model = few_words(tiny_model("gemma4_text"))
+            written = str(assistant(Path(folder) / name, model, **settings))
+
+            def drafter_for_target(target: Target, written: str = written) -> Drafter:
+                return StandaloneDrafter(published_drafter(written, target), FixedBudget(NODES))
+
+            found[name] = heads(drafter_for_target, model)
     return found
 
 
@@ -586,6 +609,7 @@ def main(groups: Groups, arguments: Sequence[str]) -> None:
 
 GROUPS = (
     answers,
+    assistants,
     basics,
     blocks,
     captures,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from hdtool.data.errors import FamilyError
-from hdtool.runtime.caches.kv_cache import NO_TENSOR
-from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.caches.kv_cache import NO_TENSOR, KVTensors, extent_for
 from hdtool.runtime.core.engine_interface import Ranked, TopTokens, Verified
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
+from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, rank_best_paths, rankings_for
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
-from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, NO_RANKING, ROWS_PER_PASS, SequentialDrafter
+from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, NO_RANKING, ROWS_PER_PASS
+from hdtool.runtime.model.pass_inputs import FULL, MOVES, SLIDING, AttentionMasks, AttentionWindow
 
 if TYPE_CHECKING:
     from hdtool.runtime.caches.slots import Slot
@@ -20,79 +23,122 @@ if TYPE_CHECKING:
     from hdtool.runtime.target.target import Target
 
 
-KeyValueViews = dict[str, tuple[torch.Tensor, torch.Tensor]]
-
-
 class AssistantModule:
     """A Gemma 4 assistant, which has no KV cache and runs all passes at the position of the last accepted token."""
 
     passes = MAX_PASSES
+    depth = 0
+    """Number of passes of a draft that are made in the run that reads accepted tokens."""
 
     def __init__(self, assistant: Any, target: Target) -> None:
         self._assistant, self._embed = assistant, target.model.get_input_embeddings()
-        self._layers = layers_read(target)
+        self._layers, config = layers_read(target), assistant.config.get_text_config()
+        # A token's distance to the last token that it reads is 1, and at most the window more to the others.
+        windows = [AttentionWindow(FULL), AttentionWindow(SLIDING, config.sliding_window + 2)]
+        self._masks = AttentionMasks(windows, target.dtype, target.device)
+        self._passes = target.ranking_passes(rankings_for(DEPTHS[-1]), TOKENS_PER_RANKING + 1)
         self._slot: Slot | None = None
         """The target's slot that holds the conversation; None if it is unknown."""
         self._tokens: list[int] = []
         """The slot's list of tokens, which another list replaces if the conversation moves to another slot."""
+        self._storage: KVTensors | None = None
+        """What captured passes read."""
         width = int(assistant.config.backbone_hidden_size)
         self._states = torch.zeros((1 + ROWS_PER_PASS * MAX_PASSES, width), dtype=target.dtype, device=target.device)
+        self._before = torch.zeros_like(self._states[:1])
+        """Hidden state before the last accepted token."""
         self._length, self._rows = 0, 0
 
     def begin(self, prompt: list[int]) -> None:
         self._slot, self._length = None, 0
 
-    def follow(self, slot: Slot | None) -> None:
-        """Read the conversation's keys and values from a slot of the target."""
-        self._slot, self._tokens = slot, slot.tokens if slot else []
+    def follow(self, verified: Verified) -> None:
+        """Read the conversation's keys and values from the slot of the target that a pass has verified."""
+        self._slot = slot = cast("Slot | None", verified.slot)  # a target has no other slots
+        self._tokens = slot.tokens if slot else []
 
     def skip(self, tokens: int) -> None:
         self._length += tokens  # the target's KV cache holds them
 
+    def draft_within_reading(self, depth: int) -> None:
+        self.depth = depth
+
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
+        return self.start(hidden, tokens)()
+
+    @torch.inference_mode()
+    def start(self, hidden: torch.Tensor, tokens: list[int]) -> Callable[[], Ranked]:
+        """Start to draft after accepted tokens; return a function that waits for the rankings."""
         self._length += len(tokens)
         slot = self._slot
         if slot is None or slot.tokens is not self._tokens or slot.length != self._length:
-            return NO_RANKING  # the conversation has moved to another slot; the next ``observe`` sets it
-        slot.kv.settle()
-        kept = slot.kv.storage.layers
-        self._kept: KeyValueViews = {
-            kind: (kept[layer][0][:, :, : self._length], kept[layer][1][:, :, : self._length])
+            return lambda: NO_RANKING  # the conversation has moved to another slot; the next ``observe`` sets it
+        if self._storage is not slot.kv.storage:
+            self._passes.forget()
+            self._storage = slot.kv.storage
+        first, path = slot.kv.pending_move or (self._length, ())
+        places = [first + offset for offset in path]
+        extent = max(self._length, *(1 + place for place in places), 1)
+        if self._passes.captures(1):
+            extent = min(extent_for(extent), self._storage.capacity)
+        self._before.copy_(hidden[-1:])
+        self._rows = 1
+        words = [tokens[-1], self._length, first, *places, *[extent] * (MOVES - len(places))]
+        shape = f"read, {self.depth} deep", 1, extent
+        return self._passes.start(shape, words, rankings_for(self.depth), partial(self._rank_tree, extent))
+
+    def _rank_tree(self, extent: int, words: torch.Tensor) -> TopTokens:
+        """Rank the tokens after an accepted token and, with ``depth``, after the best paths below it."""
+        assert self._storage
+        token, self._position, first, places = words.split([1, 1, 1, MOVES])
+        self._mask = self._masks.mask_before_move(self._position, first, places, extent)
+        self._kept = {
+            kind: (self._storage.layers[layer][0][:, :, :extent], self._storage.layers[layer][1][:, :, :extent])
             for kind, layer in self._layers.items()
         }
-        self._rows = 0
-        return self._pass(hidden[-1:], tokens[-1:])
+        ranked, states = self._pass(self._before, token)
+        self._states[:1].copy_(states)
+
+        def extend(depth: int, tokens: torch.Tensor, parents: torch.Tensor) -> TopTokens:
+            nonlocal states
+            ranked, states = self._pass(states.index_select(0, parents), tokens)
+            return ranked
+
+        return rank_best_paths(ranked, self.depth, extend) if self.depth else ranked
 
     def extend(self, parents: list[int], tokens: list[int]) -> Ranked:
-        return self._pass(self._states[parents], tokens)
+        rows = slice(self._rows, self._rows + len(tokens))
+        ranked, self._states[rows] = self._pass(self._states[parents], torch.tensor(tokens, device=self._states.device))
+        self._rows = rows.stop
+        return on_host(ranked)
 
-    def _pass(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
-        """Rank the tokens that may follow each of ``tokens``, given the hidden state before it, as a batch."""
-        rows = len(tokens)
-        ids = torch.tensor(tokens, device=hidden.device)[:, None]
-        output = self._assistant(
-            inputs_embeds=torch.cat([self._embed(ids), hidden[:, None]], dim=-1),
-            attention_mask=None,
-            position_ids=torch.full((rows, 1), self._length, device=hidden.device),
+    def _pass(self, hidden: torch.Tensor, tokens: torch.Tensor) -> tuple[TopTokens, torch.Tensor]:
+        """Rank the tokens after each of ``tokens``, given the hidden state before it; also return that after it."""
+        rows, assistant = len(tokens), self._assistant
+        read = assistant.pre_projection(torch.cat([self._embed(tokens), hidden], dim=-1))
+        output = assistant.model(
+            inputs_embeds=read[:, None],
+            attention_mask=self._mask,
+            position_ids=self._position.expand(rows, 1),
             shared_kv_states={
                 kind: (keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1))
                 for kind, (keys, values) in self._kept.items()
             },
             use_cache=False,
         )
-        self._states[self._rows : self._rows + rows] = output.last_hidden_state[:, 0]
-        self._rows += rows
-        return on_host(topk_tokens(output.logits[:, 0], TOKENS_PER_RANKING))
+        states = output.last_hidden_state[:, 0]
+        logits = self._logits(states)
+        return topk_tokens(logits, TOKENS_PER_RANKING), assistant.post_projection(states)
 
-
-class AssistantDrafter(SequentialDrafter):
-    """A sequential drafter that tells its assistant which slot of the target holds the conversation."""
-
-    module: AssistantModule
-
-    def observe(self, accepted: Accepted, verified: Verified) -> None:
-        super().observe(accepted, verified)
-        self.module.follow(cast("Slot | None", verified.slot))  # a target has no other slots
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return logits; of an assistant with clusters of tokens, all but those of the best clusters are very low."""
+        clusters, head = self._assistant.masked_embedding, self._assistant.lm_head
+        if clusters is None:
+            return cast(torch.Tensor, head(states))
+        best = clusters.centroids(states).topk(clusters.centroid_intermediate_top_k).indices
+        tokens = clusters.token_ordering.long().view(clusters.num_centroids, -1)[best].flatten(1)
+        logits: torch.Tensor = (head.weight[tokens] @ states[..., None])[..., 0]
+        return (logits.min() - 1.0).expand(len(states), clusters.vocab_size).scatter(1, tokens, logits)
 
 
 def layers_read(target: Target) -> dict[str, int]:

@@ -15,6 +15,7 @@ from hdtool.runtime.drafters.trained.sequential import (
     ROWS_PER_PASS,
     BlockDrafter,
     BlockModule,
+    Follow,
     SequentialDrafter,
     SequentialModule,
     TrainedProposer,
@@ -104,8 +105,9 @@ def path_drafter(
     gate: TrainedDrafterGate | None,
     *,
     source: SourceId = SourceId.HEADS,
-    odds: list[list[float]] | None = None,
     relative_cost: float = 0.0,
+    follow: Follow | None = None,
+    odds: list[list[float]] | None = None,
     width: int = ROWS_PER_PASS,
 ) -> TrainedProposer:
     """Return a drafter that extends paths by a module; see ``SequentialDrafter`` for most arguments.
@@ -119,9 +121,10 @@ def path_drafter(
             source=source,
             gate=gate,
             relative_cost=relative_cost,
+            follow=follow,
             odds=odds,
             width=width,
         )
-    calibration = Calibration(odds, MAX_CALIBRATED_DEPTH + 1)
+    calibration, run = Calibration(odds, MAX_CALIBRATED_DEPTH + 1), PathsInOneRun(module)
     arrange = Proposal.in_tree if width > 1 else Proposal.in_turn
-    return BlockDrafter(PathsInOneRun(module), calibration, columns, source=source, gate=gate, arrange=arrange)
+    return BlockDrafter(run, calibration, columns, source=source, gate=gate, follow=follow, arrange=arrange)

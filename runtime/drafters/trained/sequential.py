@@ -99,8 +99,8 @@ MAX_PASSES = 12
 MAX_CALIBRATED_DEPTH = 7
 """Depth from which on all rankings share one calibration, if there are no ``odds``."""
 
-NO_RANKING: Ranked = np.full((1, 1), NO_RANKING_AFTER), np.zeros((1, 1))
-"""Ranking of a single row whose next tokens are unknown."""
+NO_RANKING: Ranked = np.full((1, 2), NO_RANKING_AFTER), np.zeros((1, 2))
+"""Ranking of a single row whose next tokens are unknown, also as ``Proposal.in_tree`` reads it."""
 
 
 class ReadingModule(Protocol):
@@ -122,6 +122,10 @@ class ReadingModule(Protocol):
         ...
 
 
+Follow = Callable[[Verified], None]
+"""Notes what a pass of the target has verified."""
+
+
 class TrainedProposer:
     """A drafter that was trained for its target; it drafts alone or as one of the sources of a tree.
 
@@ -139,8 +143,9 @@ class TrainedProposer:
         source: SourceId,
         gate: TrainedDrafterGate | None = None,
         relative_cost: float = 0.0,
+        follow: Follow | None = None,
     ) -> None:
-        """``columns`` selects the hidden states to read; see ``Target.watch_hidden``.
+        """``columns`` selects the hidden states to read; see ``Target.watch_hidden``. ``follow`` is called after steps.
 
         With a ``gate``, the drafter runs only while it saves time; by default, it runs in every step. An estimate of
         the time of the drafter's passes, ``relative_cost`` times that of the target's, delays the first trial.
@@ -152,6 +157,7 @@ class TrainedProposer:
         self.calibration, self._reader, self._gate, self._relative_cost = calibration, module, gate, relative_cost
         self._began: float | None = None
         """Time at which the current draft began; None if there is no draft, or once its outcome was observed."""
+        self._follow = follow
         self._runs = False
         """True if the drafter takes part in the current draft."""
         self._accepted = AcceptedTokens(columns)
@@ -185,6 +191,8 @@ class TrainedProposer:
         if proposed is not None:
             self.calibration.learn(proposed, self._buckets, accepted.tokens)
         self._accepted.add(accepted, verified)
+        if self._follow:
+            self._follow(verified)
 
     def _take(self) -> tuple[torch.Tensor, list[int]]:
         """Empty the queue; return the tokens that the module must read next, after their hidden states."""
@@ -215,10 +223,11 @@ class BlockDrafter(TrainedProposer):
         *,
         source: SourceId = SourceId.HEADS,
         gate: TrainedDrafterGate | None = None,
+        follow: Follow | None = None,
         arrange: Callable[[Array, Array], Proposal] = Proposal.in_parallel,
     ) -> None:
         """``arrange`` makes a proposal of the module's rankings."""
-        super().__init__(module, calibration, columns, source, gate)
+        super().__init__(module, calibration, columns, source, gate, follow=follow)
         self._module, self._arrange = module, arrange
         self._results: Callable[[], Ranked]
         """Waits for the pass that ``begin_draft`` started."""
@@ -279,6 +288,7 @@ class SequentialDrafter(TrainedProposer):
         source: SourceId = SourceId.HEADS,
         gate: TrainedDrafterGate | None = None,
         relative_cost: float = 0.0,
+        follow: Follow | None = None,
         odds: list[list[float]] | None = None,
         width: int = ROWS_PER_PASS,
     ) -> None:
@@ -287,7 +297,9 @@ class SequentialDrafter(TrainedProposer):
         ``odds`` are acceptance rates by depth and probability bucket (see ``Calibration``); rankings at greater depths
         use the last depth's rates. ``width`` is the maximum number of paths that one pass extends.
         """
-        super().__init__(module, Calibration(odds, MAX_CALIBRATED_DEPTH + 1), columns, source, gate, relative_cost)
+        super().__init__(
+            module, Calibration(odds, MAX_CALIBRATED_DEPTH + 1), columns, source, gate, relative_cost, follow
+        )
         self.module, self._width = module, width
         self._passes = min(module.passes, MAX_PASSES)
         rankings = 1 + width * self._passes
