@@ -20,6 +20,7 @@ def test_weights_of_torchao_are_captured_and_give_the_tokens_of_the_cpu(tmp_path
     assert tuple(told["found"]) == SCHEMES
     for name, answer in told["found"].items():
         assert answer["tokens"] == told["expected"][name], name
+        assert answer["tokens"][0] == answer["tokens"][2] == told["generated"][name], name
         assert answer["captures"] and answer["fused"], name
 
 

@@ -17,7 +17,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hdtool.runtime.target.target import Target
 from tests.support.compressed_checkpoints import save_compressed
-from tests.support.device_scenarios import GREEDY, PROMPT, SAMPLED, diagnostics, hierarchy, main, plain, watched
+from tests.support.device_scenarios import (
+    GREEDY,
+    MAX_NEW_TOKENS,
+    PROMPT,
+    SAMPLED,
+    diagnostics,
+    hierarchy,
+    main,
+    plain,
+    watched,
+)
 from tests.support.families import model_of
 from tests.support.simulated_cuda.install import install, on_device
 
@@ -77,6 +87,7 @@ def compressed(*names: str) -> dict[str, Any]:
 
 def answered(models: dict[str, PreTrainedModel]) -> dict[str, Any]:
     """Answer with each model, greedy and sampled, with and without drafts."""
+    generated = {name: generated_by(model) for name, model in models.items()}
     expected = {name: [plain(model, sampling) for sampling in (GREEDY, SAMPLED)] for name, model in models.items()}
     install()
     found: dict[str, Any] = {}
@@ -87,7 +98,15 @@ def answered(models: dict[str, PreTrainedModel]) -> dict[str, Any]:
             for sampling, drafter in ((GREEDY, None), (SAMPLED, None), (GREEDY, hierarchy()), (SAMPLED, hierarchy()))
         ]
         found[name] = {"tokens": answers, "captures": target.captures, "fused": target.is_fused}
-    return {"expected": {name: answers * 2 for name, answers in expected.items()}, "found": found} | diagnostics()
+    expected = {name: answers * 2 for name, answers in expected.items()}
+    return {"generated": generated, "expected": expected, "found": found} | diagnostics()
+
+
+def generated_by(model: Any) -> list[int]:
+    """Return the greedy answer of ``generate``."""
+    answer = model.generate(torch.tensor([PROMPT]), max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+    tokens: list[int] = answer[0, len(PROMPT) :].tolist()
+    return tokens
 
 
 if __name__ == "__main__":
