@@ -20,13 +20,15 @@ from hdtool.runtime.core.engine_interface import Ranked
 from hdtool.runtime.drafters.heads.modules import HydraHeads, MtpHeads
 from hdtool.runtime.drafters.heads.state import HeadsState, HydraModule, TrainedMtp, sequential_drafter
 from hdtool.runtime.drafters.trained import draft_passes
+from hdtool.runtime.drafters.trained.assistant import AssistantModule, load_assistant
 from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
 from hdtool.runtime.drafters.trained.dflash import DFlashPasses
 from hdtool.runtime.drafters.trained.dflash_checkpoints import load_dflash
+from hdtool.runtime.drafters.trained.draft_model import DraftModel
 from hdtool.runtime.drafters.trained.draft_passes import ReadingPasses
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.mtp import IteratedMtp, MtpLayersInTurn, load_mtp, mtp_drafter
-from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, PathModule, PathsInOneRun, rankings_for
+from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, PathModule, PathsInOneRun, path_drafter, rankings_for
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Proposal
 from hdtool.runtime.drafters.trained.sequential import BlockDrafter, SequentialDrafter, TrainedProposer
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, published_drafter
@@ -37,9 +39,17 @@ from tests.support.families import model_of
 from tests.support.heads import SEQUENTIAL, random_for
 from tests.support.mtp import with_mtp
 from tests.support.oracle import prompt_of
-from tests.support.published_drafters import block_drafter, eagle3, six_layers
+from tests.support.published_drafters import (
+    assistant,
+    block_drafter,
+    eagle3,
+    few_words,
+    let_all_layers_share,
+    six_layers,
+)
 from tests.support.rankings import assert_as_in_turn
 from tests.support.rehearsed import Rehearsed, Replayed, direct
+from tests.sweep.models import tiny_model
 
 READ = 500, 1, 3, 16, 2
 """Numbers of accepted tokens that runs read, past the end of the first memory."""
@@ -78,8 +88,26 @@ def heads(name: str, folder: Path, capture: CaptureMaker) -> Made:
     return Made(target, module, lambda: sequential_drafter(saved, target))
 
 
+def small_model(folder: Path, capture: CaptureMaker) -> Made:
+    target, draft = (Target(model_of("llama"), capture) for _ in range(2))
+
+    def drafter() -> TrainedProposer:
+        module = DraftModel(draft, target.vocabulary)
+        return path_drafter(module, module.drafts_in_one_run, None, None, width=1)
+
+    return Made(target, DraftModel(draft, target.vocabulary), drafter)
+
+
+def gemma_assistant(folder: Path, capture: CaptureMaker) -> Made:
+    target = Target(few_words(tiny_model("gemma4_text")), capture)
+    name = str(assistant(folder, target.model))
+    loaded = load_assistant(PublishedDrafter.named(name), target)
+    return Made(target, AssistantModule(loaded, target), lambda: published_drafter(name, target))
+
+
 Make = Callable[[Path, CaptureMaker], Made]
 KINDS: dict[str, Make] = {"eagle3": eagle, "mtp": mtp, **{name: partial(heads, name) for name in SEQUENTIAL}}
+DRAFTERS: dict[str, Make] = {**KINDS, "draft model": small_model, "assistant": gemma_assistant}
 CAPTURES: dict[str, CaptureMaker] = {
     "eager": never,
     "rehearsed": lambda device: Rehearsed(),
@@ -169,19 +197,26 @@ def test_only_the_last_piece_of_a_prompt_drafts(kind: str, tmp_path: Path, monke
     assert (ranked[1][0] == ranked[0][0]).mean() > 0.9
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.fixture
+def _layers_may_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_all_layers_share(monkeypatch)
+
+
+@pytest.mark.usefixtures("_layers_may_share")
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_drafts_are_one_run_where_passes_are_captured(kind: str, tmp_path: Path) -> None:
-    in_turn = KINDS[kind](tmp_path / "a", never).drafter()
-    in_one = KINDS[kind](tmp_path / "b", CAPTURES["rehearsed"]).drafter()
+    in_turn = DRAFTERS[kind](tmp_path / "a", never).drafter()
+    in_one = DRAFTERS[kind](tmp_path / "b", CAPTURES["rehearsed"]).drafter()
     assert isinstance(in_turn, SequentialDrafter) and isinstance(in_one, BlockDrafter)
     assert in_one.starts_before_learning
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("_layers_may_share")
+@pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.one_in(2)
 def test_drafts_change_no_token(kind: str, tmp_path: Path) -> None:
     """Alone or in a batch."""
-    made = KINDS[kind](tmp_path, CAPTURES["rehearsed"])
+    made = DRAFTERS[kind](tmp_path, CAPTURES["rehearsed"])
     target, trained = made.target, [made.drafter() for _ in range(3)]
     drafters = [StandaloneDrafter(each, FixedBudget(12)) for each in trained]
     for sampling in (SamplingConfig(), SamplingConfig(temperature=0.8, seed=3)):

@@ -78,7 +78,7 @@ class AssistantModule:
             self._storage = slot.kv.storage
         first, path = slot.kv.pending_move or (self._length, ())
         places = [first + offset for offset in path]
-        extent = max(self._length, *(1 + place for place in places), 1)
+        extent = max([self._length, *(1 + place for place in places)])
         if self._passes.captures(1):
             extent = min(extent_for(extent), self._storage.capacity)
         self._before.copy_(hidden[-1:])
