@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate
-    from hdtool.runtime.engines.step_interface import StepPass
     from hdtool.runtime.target.target import Target
 
 
@@ -133,13 +132,14 @@ class DraftModel:
         else:
             slot.cut(kept)
         self._model.make_room(self._cache, 1)
-        results = self._started(captured.proven, _chain(new))
+        results = self._started(_chain(new))
         self._accepted = len(self._context)
         return results
 
-    def _started(self, step: StepPass, chain: DraftTree) -> Callable[[], Ranked]:
+    def _started(self, chain: DraftTree) -> Callable[[], Ranked]:
         """Start a run that reads a chain of accepted tokens into the cache, and drafts."""
-        slot, storage = self._cache.slots[0], self._cache.storage
+        assert self._model.captured and self._model.captured.proven
+        step, slot, storage = self._model.captured.proven, self._cache.slots[0], self._cache.storage
         if self._captured_for != (depends_on := (storage, step, self._model.changes)):
             self._runs.forget()
             self._captured_for = depends_on
@@ -148,19 +148,21 @@ class DraftModel:
         slot.kv.mark_written(end)
         extent = min(extent_for(end), storage.capacity) if step.reads_extent else 0
         words = [*step_words(chain, rows, slot.length), len(chain)]
-        rank = partial(self._rank_chain, step, rows, extent)
+        rank = partial(self._rank_chain, lambda given: step.run(given, storage, extent).logits, rows)
         results = self._runs.start((f"read, {self.depth} drafted", rows, extent), words, 1 + self.depth, rank)
         slot.begin_commit(chain, None)
         slot.commit(range(len(chain)))
         return results
 
-    def _rank_chain(self, step: StepPass, rows: int, extent: int, words: torch.Tensor) -> TopTokens:
+    def _rank_chain(
+        self, logits_of: Callable[[StepTensors], torch.Tensor], rows: int, words: torch.Tensor
+    ) -> TopTokens:
         """Rank the tokens after a chain, given as the words of a step and its last row, and after drafted ones."""
-        given, last, storage = StepTensors.of(words[None, :-1], rows), words[-1:], self._cache.storage
-        ranked = [self._best(step.run(given, storage, extent).logits.index_select(0, last))]
+        given, last = StepTensors.of(words[None, :-1], rows), words[-1:]
+        ranked = [self._best(logits_of(given).index_select(0, last))]
         for drafted in range(1, 1 + self.depth):
             root = StepTensors.of_root(ranked[-1][0][0, :1], given.length + last + drafted)
-            ranked.append(self._best(step.run(root, storage, extent).logits))
+            ranked.append(self._best(logits_of(root)))
         tokens, probs = map(torch.cat, zip(*ranked, strict=True))
         return tokens, probs
 
