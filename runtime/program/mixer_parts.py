@@ -92,6 +92,16 @@ class MixerParts(Generic[Matmul]):
         return bool(getattr(self.norm, "norm_before_gate", False))
 
     @property
+    def norms_groups(self) -> bool:
+        """True if the gated norm's weight spans all heads, and it normalizes groups of them, as many as key heads."""
+        return self.kind == MAMBA2
+
+    @property
+    def rounds_norm(self) -> bool:
+        """True if the gated norm rounds its input's norm before it multiplies it by the weight."""
+        return self.kind != DELTA_ATTENTION and not hasattr(self.norm, "norm_before_gate")
+
+    @property
     def channels(self) -> int:
         return self.convolution.out_channels
 

@@ -19,6 +19,11 @@ LOWEST = tl.constexpr(-1e30)
 """Lower than the level of any split that has keys."""
 
 
+def padded(width: int) -> int:
+    """Round a width up to a power of two that tensor cores support, at least 16."""
+    return max(16, int(triton.next_power_of_2(width)))
+
+
 @triton.jit
 def normed_row(
     row, weight, bias, column, inside, width, epsilon,
@@ -376,6 +381,8 @@ def merge_kernel(
 def activated(number, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         active = number / (1.0 + tl.exp(-number))
+    elif ACTIVATION == "sigmoid":
+        active = 1.0 / (1.0 + tl.exp(-number))
     elif ACTIVATION == "gelu_tanh":
         inner = 0.7978845608028654 * (number + 0.044715 * number * number * number)
         # (1 + tanh(x)) / 2 is sigmoid(2x). Below -40 the result is zero, and the exponential would overflow.

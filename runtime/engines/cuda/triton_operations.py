@@ -8,6 +8,8 @@ import torch
 import triton
 
 from hdtool.runtime.engines.cuda import triton_kernels
+from hdtool.runtime.engines.cuda.triton_kernels import padded
+from hdtool.runtime.engines.cuda.triton_mixers import TritonMixers
 from hdtool.runtime.engines.reference.operations import Norm, Operations, centered
 from hdtool.runtime.model.pass_inputs import MOVES
 
@@ -67,6 +69,7 @@ class TritonOperations(Operations):
 
     def __init__(self, device: torch.device) -> None:
         self._processors, self._capability = processor_of(device)
+        self.mixers = TritonMixers()
 
     def prepare(self, residuals: Sequence[Residual], head_norms: Sequence[HeadNorms]) -> None:
         pass
@@ -316,11 +319,6 @@ def splits_of(wanted: int, slots: int, size: int) -> int:
     while uneven > 1 and uneven * size > MAX_PARTS:
         uneven //= 2
     return int(min(MAX_SPLITS, max(even, uneven)))
-
-
-def padded(width: int) -> int:
-    """Round a width up to a power of two that tensor cores support, at least 16."""
-    return max(16, int(triton.next_power_of_2(width)))
 
 
 def processor_of(device: torch.device) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attention
 
 from hdtool.runtime.caches.moves import move_on_device
+from hdtool.runtime.engines.reference.mixer_operations import MixerOperations
 from hdtool.runtime.model.pass_inputs import AttentionWindow
 from hdtool.runtime.program.embedding_and_head import ACTIVATIONS, Rotary
 from hdtool.runtime.program.model_families import ROUNDED_FIRST, NormKind
@@ -88,6 +89,7 @@ class Operations:
     def __init__(self, masks: AttentionMasks | None = None) -> None:
         """``masks`` makes the masks of passes over trees; None if passes begin with ``begin_rows``."""
         self._masks = masks
+        self.mixers = MixerOperations()
         self._shifted: list[Norm] = []
         """Norms that add an offset to their weights."""
         self._sums: dict[int, torch.Tensor] = {}

@@ -390,7 +390,8 @@ class ProgramLayers:
         mixed, plan = None, layer.attention
         if layer.mixer:
             assert states
-            mixed = mix(layer.mixer, rows.view(self._slots, -1, rows.shape[-1]), states).view(rows.shape)
+            mixed = mix(layer.mixer, rows.view(self._slots, -1, rows.shape[-1]), states, self._operations.mixers)
+            mixed = mixed.view(rows.shape)
             mixed = mixed if layer.mixer_factor == 1.0 else mixed * layer.mixer_factor
         if plan is None:
             return mixed

@@ -7,11 +7,10 @@ state is computed for each row: only committing a path updates the states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Conv1d
 from torch.nn.functional import silu
 
 from hdtool.runtime.caches.states import CONV, RECURRENT, StateName, StateNames, States
@@ -22,13 +21,13 @@ class Columns(NamedTuple):
     """Inputs of a convolution over trees; a leading dimension may stack layers."""
 
     columns: torch.Tensor
-    """Columns of the state, followed by those of the rows, shape ``[..., slots, channels, columns]``."""
+    """Columns of the state, followed by those of the rows, shape ``[..., slots, columns, channels]``."""
 
     def write(self, slot: int, rows: Sequence[int], state: torch.Tensor) -> None:
         """Update a state ``[..., channels, columns]`` in place to that after ``rows``, a path in a slot's tree."""
         before = state.shape[-1]
         last = [*range(before), *(before + row for row in rows)][-before:]
-        state.copy_(self.columns.select(-3, slot)[..., index_of(last, state.device)])
+        state.copy_(self.columns.select(-3, slot)[..., index_of(last, state.device), :].mT)
 
 
 class Updates(NamedTuple):
@@ -63,18 +62,18 @@ def _decay_and_add(state: torch.Tensor, decay: torch.Tensor, left: torch.Tensor,
 def convolve(
     indices: TreeIndices, columns: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activates: bool
 ) -> torch.Tensor:
-    """Apply a short convolution to ``columns``, and SiLU if it ``activates``; return ``[slots, channels, rows]``.
+    """Apply a short convolution to ``columns``, and SiLU if it ``activates``; return ``[slots, rows, channels]``.
 
-    ``columns`` are those of the state, followed by those of the rows.
+    ``columns`` are those of the state, followed by those of the rows, ``[slots, columns, channels]``.
     """
-    slots, channels, width = columns.shape
+    slots, width, channels = columns.shape
     rows = indices.rows
     window = indices.window(width - rows, weight.shape[-1])
-    places = window.flatten(1)[:, None].expand(-1, channels, -1)
-    read = columns.gather(2, places).view(slots, channels, rows, -1)
-    out = (read.float() * weight.float()[:, None]).sum(-1)
+    places = window.flatten(1)[..., None].expand(-1, -1, channels)
+    read = columns.gather(1, places).view(slots, rows, -1, channels)
+    out = (read.float() * weight.float().T).sum(2)
     if bias is not None:
-        out = out + bias.float()[:, None]
+        out = out + bias.float()
     out = out.to(weight.dtype)
     return (silu(out) if activates else out).to(columns.dtype)
 
@@ -154,28 +153,30 @@ def index_of(places: Sequence[int], device: torch.device) -> Any:
 
 
 Changes = Columns | Updates
-Recurrence = Callable[..., tuple[torch.Tensor, Changes]]
-"""Takes the trees' indices, a state and further inputs; returns the output, and what the rows change in the state."""
 
 
 class MixerStates:
     """The states of one mixer before a pass, and what the rows of the pass's trees change in them."""
 
     def __init__(self, before: dict[StateName, torch.Tensor], indices: TreeIndices) -> None:
-        self._before, self._indices = {name.kind: (name, state) for name, state in before.items()}, indices
+        self._before, self.indices = {name.kind: (name, state) for name, state in before.items()}, indices
         self.changes: dict[StateName, Changes] = {}
 
-    def convolve(self, inputs: torch.Tensor, convolution: Conv1d, *, activates: bool) -> torch.Tensor:
-        """Apply a short convolution to ``inputs``, and SiLU if it ``activates``; both ``[slots, channels, rows]``."""
-        name, state = self._before[CONV]
-        columns = torch.cat([state, inputs.to(state.dtype)], -1)
-        self.changes[name] = Columns(columns)
-        return convolve(self._indices, columns, convolution.weight.squeeze(1), convolution.bias, activates=activates)
+    @property
+    def convolution(self) -> torch.Tensor:
+        """The last inputs of the short convolution, ``[slots, channels, columns]``."""
+        return self._before[CONV][1]
 
-    def recur(self, recurrence: Recurrence, *inputs: torch.Tensor) -> torch.Tensor:
-        name, state = self._before[RECURRENT]
-        output, self.changes[name] = recurrence(self._indices, state, *inputs)
-        return output
+    @property
+    def recurrence(self) -> torch.Tensor:
+        """The state of the recurrence, ``[slots, heads, ...]``."""
+        return self._before[RECURRENT][1]
+
+    def keep_columns(self, columns: torch.Tensor) -> None:
+        self.changes[self._before[CONV][0]] = Columns(columns)
+
+    def keep_updates(self, updates: Updates) -> None:
+        self.changes[self._before[RECURRENT][0]] = updates
 
     def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
         for name, change in self.changes.items():

@@ -26,14 +26,14 @@ class TreeIndices:
     """Index tensors that describe the trees of a pass, computed on its device. Padding rows read only the root."""
 
     def __init__(self, step: StepTensors) -> None:
-        self._step = step
+        self.step = step
         self.rows = step.tokens.shape[1]
         self._windows: dict[tuple[int, int], torch.Tensor] = {}
 
     @cached_property
     def ancestors(self) -> torch.Tensor:
         """True at ``[slot, i, j]`` if row ``j`` is row ``i`` or its ancestor. Shape ``[slots, rows, rows]``."""
-        bits = self._step.ancestor_mask
+        bits = self.step.ancestor_mask
         nodes = torch.arange(self.rows - 1, device=bits.device)
         read = (bits[..., None] >> nodes) & 1 == 1
         root = torch.ones_like(bits[..., None], dtype=torch.bool)
@@ -55,7 +55,7 @@ class TreeIndices:
         The first ``before`` columns are the state's, followed by one column per row.
         """
         if (before, size) not in self._windows:
-            depth = self._step.positions - self._step.length[:, None]
+            depth = self.step.positions - self.step.length[:, None]
             back = torch.arange(size - 1, -1, -1, device=depth.device)
             wanted = depth[..., None] - back
             is_there = self.ancestors[:, :, None] & (depth[:, None, None] == wanted[..., None])

@@ -1,0 +1,229 @@
+"""Triton kernels of recurrent mixers and short convolutions over draft trees.
+
+A row reads its ancestors: the root, and the nodes whose bits are set in its ancestor mask. Rows follow their parents.
+Each kernel rounds where the corresponding Transformers module rounds, and accumulates in float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hdtool.runtime.engines.cuda.triton_kernels import NODES, activated
+
+EPSILON = tl.constexpr(1e-6)
+"""Added to the squares of a delta rule's queries and keys."""
+
+
+@triton.jit
+def convolve_kernel(
+    inputs, state, weight, bias, columns, convolved, ancestors,
+    rows, width, step, input_stride, state_stride,
+    BEFORE: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, ACTIVATES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute a short convolution of one row over its last ``TAPS`` ancestors, then over the ``BEFORE`` state columns.
+
+    ``columns [slots, BEFORE + rows, width]`` gets what the convolution reads: the state, and the rows after it.
+    """
+    token = tl.program_id(0)
+    slot, row = token // rows, token % rows
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < width
+    state += slot.to(tl.int64) * state_stride + channel.to(tl.int64) * BEFORE
+    kept = columns + slot.to(tl.int64) * (BEFORE + rows) * width + channel
+    if row == 0:
+        for column in tl.static_range(BEFORE):
+            tl.store(kept + column * width, tl.load(state + column, mask=inside, other=0.0), mask=inside)
+    kind = state.dtype.element_ty
+    own = tl.load(inputs + token.to(tl.int64) * input_stride + channel, mask=inside, other=0.0).to(kind)
+    tl.store(kept + (BEFORE + row) * width, own, mask=inside)
+    bits = tl.load(ancestors + slot * step + row)
+    node = tl.arange(0, NODES).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float32)
+    at = BEFORE + 1
+    for back in tl.static_range(TAPS):
+        nearest = tl.max(tl.where((bits >> node) & 1 == 1, node.to(tl.int32), -1), 0)
+        bits = tl.where(nearest >= 0, bits ^ (tl.full([], 1, tl.int64) << tl.maximum(nearest, 0)), bits)
+        at = tl.where(nearest >= 0, BEFORE + 1 + nearest, tl.minimum(at - 1, BEFORE))
+        in_rows = tl.where(at >= BEFORE, width, 0)  # either all channels or none
+        ancestor = (slot * rows + tl.maximum(at - BEFORE, 0)).to(tl.int64)
+        value = tl.load(inputs + ancestor * input_stride + channel, mask=channel < in_rows, other=0.0)
+        of_state = tl.load(state + at, mask=inside & (channel >= in_rows), other=0.0)
+        value = value.to(kind).to(tl.float32) + of_state.to(tl.float32)
+        total += value * tl.load(weight + channel * TAPS + TAPS - 1 - back, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    total = total.to(weight.dtype.element_ty)
+    if ACTIVATES:
+        total = activated(total.to(tl.float32), "silu").to(weight.dtype.element_ty)
+    tl.store(convolved + token.to(tl.int64) * width + channel, total.to(kind), mask=inside)
+
+
+@triton.jit
+def softplus(number):
+    """Return ``log(1 + exp(number))``, exactly also where the exponential is much less than 1."""
+    small = tl.exp(-tl.abs(number))
+    sum = 1.0 + small
+    log = tl.where(sum == 1.0, small, tl.log(sum) * (small / tl.where(sum == 1.0, 1.0, sum - 1.0)))
+    return tl.maximum(number, 0.0) + log
+
+
+@triton.jit
+def decays(log_decay, ancestors, row, rows):
+    """Return the logarithm of the decay from the state to each row, and the decay between each row and its ancestors.
+
+    The latter is 0 for rows that are no ancestors.
+    """
+    bits = tl.load(ancestors + row, mask=row < rows, other=0)
+    node = tl.minimum(tl.maximum(row - 1, 0), NODES - 1).to(tl.int64)
+    reads = (((bits[:, None] >> node[None, :]) & 1) == 1) & (row > 0)[None, :] | (row == 0)[None, :]
+    total = tl.sum(tl.where(reads, log_decay[None, :], 0.0), 1)
+    return total, tl.where(reads, tl.exp(tl.where(reads, total[:, None] - total[None, :], 0.0)), 0.0)
+
+
+@triton.jit
+def rows_of(tensor, first, stride, row, column, used, there):
+    """Load columns of a slot's rows as float32."""
+    at = (first + row).to(tl.int64)[:, None] * stride + column[None, :]
+    return tl.load(tensor + at, mask=used[:, None] & there[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def delta_rule_kernel(
+    convolved, strengths, steps, rates, biases, state, output, left, right, totals, ancestors,
+    rows, step, key_heads, stride, strength_stride, step_stride, state_stride,
+    WIDTH: tl.constexpr, LOADED: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
+    """Compute the gated delta rule for ``BLOCK`` value columns of one head, over all rows of a slot's tree.
+
+    A row writes the difference between its value and what the state before it holds for its key. Rows are solved in
+    order, because a row's state holds what its ancestors wrote. What the state gets from a row is kept: its normalized
+    key in ``left``, what it writes in ``right``, and the logarithm of the decay in ``totals``.
+    """
+    head, slot, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(0)
+    key_head = head // (heads // key_heads)
+    row, key_column = tl.arange(0, ROWS), tl.arange(0, LOADED)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    used, there, inside = row < rows, key_column < WIDTH, column < VALUES
+    first = slot * rows
+    query = rows_of(convolved, first, stride, row, key_head * WIDTH + key_column, used, there)
+    key = rows_of(convolved, first, stride, row, (key_heads + key_head) * WIDTH + key_column, used, there)
+    value = rows_of(convolved, first, stride, row, 2 * key_heads * WIDTH + head * VALUES + column, used, inside)
+    query *= tl.rsqrt(tl.sum(query * query, 1) + EPSILON)[:, None] * WIDTH**-0.5
+    key *= tl.rsqrt(tl.sum(key * key, 1) + EPSILON)[:, None]
+    strength = tl.load(strengths + (first + row) * strength_stride + head, mask=used, other=0.0)
+    strength = (1.0 / (1.0 + tl.exp(-strength.to(tl.float32)))).to(strengths.dtype.element_ty)
+    strength = (strength.to(tl.float32) * FACTOR).to(strengths.dtype.element_ty).to(tl.float32)
+    time = tl.load(steps + (first + row) * step_stride + head, mask=used, other=0.0).to(tl.float32)
+    time = softplus(time + tl.load(biases + head).to(tl.float32))
+    log_decay = tl.where(used, -tl.exp(tl.load(rates + head).to(tl.float32)) * time, 0.0)
+    total, between = decays(log_decay, ancestors + slot * step, row, rows)
+    since = tl.exp(total)
+    at = (slot * heads + head).to(tl.int64) * rows + row
+    if part == 0:
+        tl.store(left + at[:, None] * WIDTH + key_column[None, :], key, mask=used[:, None] & there[None, :])
+        tl.store(totals + at, total, mask=used)
+    state += slot.to(tl.int64) * state_stride + head.to(tl.int64) * WIDTH * VALUES
+    held_at = key_column[:, None] * VALUES + column[None, :]
+    held = tl.load(state + held_at, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    read = tl.dot(query, held, input_precision=PRECISION) * since[:, None]
+    written = (value - tl.dot(key, held, input_precision=PRECISION) * since[:, None]) * strength[:, None]
+    transposed = tl.trans(key)
+    scores = tl.dot(query, transposed, input_precision=PRECISION) * between
+    system = tl.dot(key, transposed, input_precision=PRECISION) * between * strength[:, None]
+    system = tl.where(row[:, None] > row[None, :], system, 0.0)
+    for solved in range(1, rows):
+        reads = tl.sum(tl.where(row[:, None] == solved, system, 0.0), 0)
+        change = tl.sum(reads[:, None] * written, 0)
+        written = tl.where(row[:, None] == solved, written - change[None, :], written)
+    mixed = read + tl.dot(scores, written, input_precision=PRECISION)
+    shown = used[:, None] & inside[None, :]
+    tl.store(right + at[:, None] * VALUES + column[None, :], written, mask=shown)
+    out = (first + row).to(tl.int64)[:, None] * heads * VALUES + head * VALUES + column[None, :]
+    tl.store(output + out, mixed.to(output.dtype.element_ty), mask=shown)
+
+
+@triton.jit
+def scan_kernel(
+    convolved, steps, rates, biases, skips, state, output, left, right, totals, ancestors,
+    rows, step, key_heads, stride, step_stride, state_stride,
+    WIDTH: tl.constexpr, LOADED: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the Mamba-2 scan for ``BLOCK`` value columns of one head, over all rows of a slot's tree.
+
+    What the state gets from a row is kept: what it writes in ``left``, its key in ``right``, and the logarithm of the
+    decay in ``totals``.
+    """
+    head, slot, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(0)
+    shared = heads // key_heads
+    key_head = head // shared
+    row, key_column = tl.arange(0, ROWS), tl.arange(0, LOADED)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    used, there, inside = row < rows, key_column < WIDTH, column < VALUES
+    first = slot * rows
+    value = rows_of(convolved, first, stride, row, head * VALUES + column, used, inside)
+    keys = heads * VALUES + key_head * WIDTH + key_column
+    key = rows_of(convolved, first, stride, row, keys, used, there)
+    query = rows_of(convolved, first, stride, row, keys + key_heads * WIDTH, used, there)
+    kind = steps.dtype.element_ty
+    time = tl.load(steps + (first + row) * step_stride + head, mask=used, other=0.0).to(tl.float32)
+    time = (time + tl.load(biases + head).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+    time = tl.where(used, softplus(time).to(kind).to(tl.float32), 0.0)
+    log_decay = -tl.exp(tl.load(rates + head).to(tl.float32)) * time
+    total, between = decays(log_decay, ancestors + slot * step, row, rows)
+    written = value * time[:, None]
+    at = (slot * heads + head).to(tl.int64) * rows + row
+    shown = used[:, None] & inside[None, :]
+    tl.store(left + at[:, None] * VALUES + column[None, :], written, mask=shown)
+    if part == 0:
+        tl.store(totals + at, total, mask=used)
+        if head % shared == 0:
+            of_keys = (slot * key_heads + key_head).to(tl.int64) * rows + row
+            key_at = of_keys[:, None] * WIDTH + key_column[None, :]
+            tl.store(right + key_at, key, mask=used[:, None] & there[None, :])
+    state += slot.to(tl.int64) * state_stride + head.to(tl.int64) * WIDTH * VALUES
+    held_at = column[None, :] * WIDTH + key_column[:, None]
+    held = tl.load(state + held_at, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    mixed = tl.dot(query, held, input_precision=PRECISION) * tl.exp(total)[:, None]
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * between
+    mixed += tl.dot(scores, written, input_precision=PRECISION)
+    mixed += tl.load(skips + head).to(tl.float32) * value
+    out = (first + row).to(tl.int64)[:, None] * heads * VALUES + head * VALUES + column[None, :]
+    tl.store(output + out, mixed.to(output.dtype.element_ty), mask=shown)
+
+
+@triton.jit
+def gated_norm_kernel(
+    output, gate, weight, mixed, groups, width, gate_stride, epsilon,
+    WEIGHTS: tl.constexpr, FIRST: tl.constexpr, ACTIVATION: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Normalize one group of a row's columns and multiply it by its gate, before the norm if ``FIRST``.
+
+    Each group has its part of the weight if ``WEIGHTS``; otherwise all share it.
+    """
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    at = (token * groups + group) * width + column
+    row = tl.load(output + at, mask=inside, other=0.0)
+    kind = row.dtype
+    opened = tl.load(gate + token * gate_stride + group * width + column, mask=inside, other=0.0).to(tl.float32)
+    opened = activated(opened, ACTIVATION)
+    scaled = row.to(tl.float32)
+    if FIRST:
+        scaled *= opened
+    scaled *= tl.rsqrt(tl.sum(scaled * scaled, 0) / width + epsilon)
+    factor = tl.load(weight + (group * width if WEIGHTS else 0) + column, mask=inside, other=0.0)
+    if ROUNDS:
+        scaled = scaled.to(kind).to(tl.float32) * factor.to(tl.float32)
+        if factor.dtype == kind:
+            scaled = scaled.to(kind).to(tl.float32)
+    else:
+        scaled *= factor.to(tl.float32)
+    if not FIRST:
+        scaled *= opened
+    tl.store(mixed + at, scaled.to(mixed.dtype.element_ty), mask=inside)

@@ -1,0 +1,181 @@
+"""Implements the operations of mixers with one Triton kernel each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+
+from hdtool.runtime.engines.cuda import mixer_kernels
+from hdtool.runtime.engines.cuda.triton_kernels import padded
+from hdtool.runtime.engines.reference.mixer_operations import DeltaInputs, MixerOperations
+from hdtool.runtime.engines.reference.recurrences import Updates
+from hdtool.runtime.program.mixer_parts import DELTA_ATTENTION, MixerParts
+
+if TYPE_CHECKING:
+    from hdtool.runtime.engines.reference.recurrences import MixerStates
+
+CHANNELS = 512
+"""Channels that one program of the convolution computes."""
+
+
+class MixerTile(NamedTuple):
+    """Value columns that one program of a recurrence computes, and its number of warps."""
+
+    values: int
+    warps: int
+
+    @classmethod
+    def of(cls, rows: int, width: int) -> MixerTile:
+        """Return a tile that fits into registers, for this many rows and key columns."""
+        if rows <= 16:
+            return cls(32, 4)
+        return cls(32, 8)
+
+
+class TritonMixers(MixerOperations):
+    """Implements most operations of mixers with one Triton kernel each.
+
+    Delta attention, whose decays differ by key channel, and gates without a norm are computed by PyTorch.
+    """
+
+    def convolve(
+        self, parts: MixerParts[Any], inputs: torch.Tensor, states: MixerStates, *, activates: bool
+    ) -> torch.Tensor:
+        (slots, rows, width), (state, step) = inputs.shape, (states.convolution, states.indices.step)
+        before, bias = state.shape[2], parts.convolution.bias
+        columns = state.new_empty((slots, before + rows, width))
+        convolved = state.new_empty((slots, rows, width))
+        read = inputs.flatten(0, 1)
+        grid = slots * rows, triton.cdiv(width, CHANNELS)
+        mixer_kernels.convolve_kernel[grid](
+            read,
+            state,
+            parts.convolution.weight,
+            state if bias is None else bias,
+            columns,
+            convolved,
+            step.ancestor_mask,
+            rows,
+            width,
+            step.buffer.stride(0),
+            read.stride(0),
+            state.stride(0),
+            BEFORE=before,
+            TAPS=parts.taps,
+            BIAS=bias is not None,
+            ACTIVATES=activates,
+            BLOCK=CHANNELS,
+            num_warps=4,
+        )
+        states.keep_columns(columns)
+        return convolved
+
+    def delta_rule(
+        self, parts: MixerParts[Any], convolved: torch.Tensor, inputs: DeltaInputs, states: MixerStates
+    ) -> torch.Tensor:
+        if parts.kind == DELTA_ATTENTION:
+            return super().delta_rule(parts, convolved, inputs, states)
+        strengths, steps = inputs.strength.flatten(0, 1), inputs.step.flatten(0, 1)
+        return _recurred(
+            mixer_kernels.delta_rule_kernel,
+            parts,
+            convolved,
+            states,
+            [strengths, steps, parts.parameters["A_log"], parts.parameters["dt_bias"]],
+            [strengths.stride(0), steps.stride(0)],
+            kept=[(parts.heads, parts.key_width), (parts.heads, parts.value_width)],
+            FACTOR=parts.strength,
+        )
+
+    def scan(
+        self, parts: MixerParts[Any], convolved: torch.Tensor, step: torch.Tensor, states: MixerStates
+    ) -> torch.Tensor:
+        steps, parameters = step.flatten(0, 1), parts.parameters
+        return _recurred(
+            mixer_kernels.scan_kernel,
+            parts,
+            convolved,
+            states,
+            [steps, parameters["A_log"], parameters["dt_bias"], parameters["D"]],
+            [steps.stride(0)],
+            kept=[(parts.heads, parts.value_width), (parts.key_heads, parts.key_width)],
+        )
+
+    def gated_norm(self, parts: MixerParts[Any], output: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        norm: Any = parts.norm
+        if norm is None:
+            return super().gated_norm(parts, output, gate)
+        columns = output.shape[-1]
+        gates = gate.flatten(0, 1) if gate.dim() == 3 else gate.reshape(-1, columns)
+        groups = parts.key_heads if parts.norms_groups else parts.heads
+        mixed = torch.empty_like(output)
+        mixer_kernels.gated_norm_kernel[(len(gates), groups)](
+            output,
+            gates,
+            norm.weight,
+            mixed,
+            groups,
+            columns // groups,
+            gates.stride(0),
+            norm.variance_epsilon,
+            WEIGHTS=parts.norms_groups,
+            FIRST=parts.norms_groups and not parts.gates_after_norm,
+            ACTIVATION=norm_activation(parts),
+            ROUNDS=parts.rounds_norm,
+            BLOCK=triton.next_power_of_2(columns // groups),
+            num_warps=4 if parts.norms_groups else 1,
+        )
+        return mixed
+
+
+def norm_activation(parts: MixerParts[Any]) -> str:
+    return str(getattr(parts.norm, "activation", "silu"))
+
+
+def _recurred(
+    kernel: Any,
+    parts: MixerParts[Any],
+    convolved: torch.Tensor,
+    states: MixerStates,
+    inputs: list[torch.Tensor],
+    strides: list[int],
+    kept: list[tuple[int, int]],
+    **constants: float,
+) -> torch.Tensor:
+    """Compute a recurrence by a kernel; ``kept`` are heads and columns of what the rows add to the state."""
+    (slots, rows, _), step, state = convolved.shape, states.indices.step, states.recurrence
+    output = convolved.new_empty((slots, rows, parts.heads * parts.value_width))
+    left, right, totals = (
+        torch.empty((slots, heads, rows, width), dtype=torch.float32, device=state.device)
+        for heads, width in (*kept, (parts.heads, 1))
+    )
+    tile = MixerTile.of(rows, parts.key_width)
+    kernel[(parts.heads, slots, triton.cdiv(parts.value_width, tile.values))](
+        convolved,
+        *inputs,
+        state,
+        output,
+        left,
+        right,
+        totals,
+        step.ancestor_mask,
+        rows,
+        step.buffer.stride(0),
+        parts.key_heads,
+        convolved.stride(1),
+        *strides,
+        state.stride(0),
+        WIDTH=parts.key_width,
+        LOADED=padded(parts.key_width),
+        VALUES=parts.value_width,
+        BLOCK=tile.values,
+        ROWS=padded(rows),
+        PRECISION="ieee" if convolved.dtype == torch.float32 else "tf32x3",
+        num_warps=tile.warps,
+        num_stages=1,
+        **constants,
+    )
+    states.keep_updates(Updates(left, right, totals))
+    return output
