@@ -403,3 +403,25 @@ def test_every_method_gives_the_tokens_of_the_cpu(home: Path) -> None:
     assert found["captures"] and not found["faults"]
     for method, answers in found["found"].items():
         assert answers == found["expected"], method
+
+
+STEP_KERNELS = {"qwen3_5": 470, "nemotron_h": 260, "falcon_h1": 690, "lfm2": 190}
+"""The most kernels of a step of a hybrid with as many layers as a published model, with Triton, of 1 row and of 64."""
+
+
+@pytest.mark.long
+def test_the_kernels_of_a_hybrids_step_are_bounded(home: Path) -> None:
+    pytest.importorskip("triton")
+    found = scenarios(home, "kernels", *STEP_KERNELS, module="device_kernels")["kernels"]
+    for name, most in STEP_KERNELS.items():
+        for kernels in found[name].values():
+            assert sum(kernels.values()) <= most <= 700, (name, kernels)
+
+
+@pytest.mark.long
+def test_a_hybrids_answers_by_kernels_are_those_of_the_cpu(home: Path) -> None:
+    pytest.importorskip("triton")
+    answers = scenarios(home, "answers", FIRST[1], module="device_kernels")["answers"]
+    assert not answers["faults"]
+    found = answers["found"][FIRST[1]]
+    assert found["fused"] and found["tokens"] == dict.fromkeys(found["tokens"], found["expected"])

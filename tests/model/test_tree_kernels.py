@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +22,7 @@ from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWind
 from hdtool.runtime.program.embedding_and_head import Rotary
 from hdtool.runtime.program.model_families import NormKind
 from hdtool.runtime.target.target import Target
+from tests.support.compiled_kernels import SHARED_MEMORY, compiled
 from tests.support.described import assert_right
 from tests.support.families import model_of
 from tests.support.interpreted import interpreted_kernels
@@ -394,34 +391,6 @@ def test_idle_slots_keep_their_contexts_and_few_steps_serve_all_batches(family: 
     assert cache.slots[3].valid == 2
 
 
-COMPILE = """
-import sys, warnings
-warnings.filterwarnings("ignore")
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from hdtool.runtime.engines.cuda import triton_kernels
-from hdtool.runtime.engines.cuda.triton_operations import TileSizes, padded
-folder, capability, widths = sys.argv[1], int(sys.argv[2]), list(map(int, sys.argv[3:]))
-
-def compiled(case, kernel, kinds, constants, warps, stages=2):
-    names = kernel.arg_names
-    kinds = kinds | dict.fromkeys(constants, "constexpr")
-    signature = {one: kinds.get(one, "i32") for one in names}
-    whole = {"width", "stride", "queries", "keys"}
-    aligned = [
-        one for one in names if kinds.get(one, "").startswith("*") or one in whole or one.endswith("_stride")
-    ]
-    source = ASTSource(
-        kernel,
-        signature,
-        {(names.index(one),): value for one, value in constants.items()},
-        {(names.index(one),): [["tt.divisibility", 16]] for one in aligned},
-    )
-    made = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages})
-    open(f"{folder}/{case}.cubin", "wb").write(made.asm["cubin"])
-    print(case, made.metadata.shared)
-"""
 ATTENTION = """
 names = triton_kernels.attention_kernel.arg_names
 pointers = dict.fromkeys(("qkv", "keys", "rotated", "values"), "")
@@ -474,41 +443,8 @@ for name in ("bf16", "fp32"):
         kinds = dict.fromkeys(("gate_up", "gated"), "*" + name)
         compiled(f"{activation}-{name}", triton_kernels.gate_kernel, kinds, dict(ACTIVATION=activation, BLOCK=1024), 4)
 """
-SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227}
-"""KiB of shared memory that one block may have."""
 MOST_REGISTERS = 128
 """Registers of a thread of an operation between matmuls, so that several blocks of it run at once."""
-
-
-class Compiled(NamedTuple):
-    """What a kernel takes of a multiprocessor."""
-
-    registers: int
-    spilled: int
-    """Bytes of a thread."""
-    shared: int
-    """Bytes of a block."""
-
-
-def compiled(code: str, capability: int, widths: tuple[int, ...], folder: Path) -> dict[str, Compiled]:
-    """By cases: kernels that a process compiled for a GPU that need not be here."""
-    import triton
-
-    command = [sys.executable, "-c", COMPILE + code, str(folder), str(capability), *map(str, widths)]
-    compiling = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")}
-    made = subprocess.run(command, env=compiling, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    found = {}
-    for case, shared in (line.split() for line in made.stdout.splitlines()):
-        told = subprocess.run(
-            [tool, "--dump-resource-usage", folder / f"{case}.cubin"], capture_output=True, text=True, check=True
-        ).stdout
-        numbers = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", told)
-        assert numbers, told
-        registers, stack, local = map(int, numbers.groups())
-        found[case] = Compiled(registers, max(0, stack - 8) + local, int(shared))
-    return found
 
 
 OFTEN = (89, 128), (90, 256), (90, 512), (100, 64)

@@ -595,13 +595,14 @@ def graphs() -> dict[str, Any]:
 Groups = dict[str, Callable[..., dict[str, Any]]]
 
 
-def main(groups: Groups, arguments: Sequence[str]) -> None:
+def main(groups: Groups, arguments: Sequence[str], *, keeps_triton: bool = False) -> None:
     """Print the results of the groups named in the first argument.
 
-    Triton is disabled, because it cannot compile for the simulated device.
+    Triton is disabled unless the groups interpret its kernels, because it cannot compile for the simulated device.
     """
     torch.set_num_threads(1)
-    sys.modules["hdtool.runtime.engines.cuda.triton_operations"] = None  # type: ignore[assignment]
+    if not keeps_triton:
+        sys.modules["hdtool.runtime.engines.cuda.triton_operations"] = None  # type: ignore[assignment]
     logging.set_verbosity_error()
     names, *others = arguments
     print(json.dumps({name: groups[name](*others) for name in names.split(",")}))

@@ -75,7 +75,7 @@ def decays(log_decay, ancestors, row, rows):
     The latter is 0 for rows that are no ancestors.
     """
     bits = tl.load(ancestors + row, mask=row < rows, other=0)
-    node = tl.minimum(tl.maximum(row - 1, 0), NODES - 1).to(tl.int64)
+    node = tl.maximum(row - 1, 0).to(tl.int64)
     reads = (((bits[:, None] >> node[None, :]) & 1) == 1) & (row > 0)[None, :] | (row == 0)[None, :]
     total = tl.sum(tl.where(reads, log_decay[None, :], 0.0), 1)
     return total, tl.where(reads, tl.exp(tl.where(reads, total[:, None] - total[None, :], 0.0)), 0.0)
@@ -83,16 +83,16 @@ def decays(log_decay, ancestors, row, rows):
 
 @triton.jit
 def rows_of(tensor, first, stride, row, column, used, there):
-    """Load columns of a slot's rows as float32."""
+    """Load columns of a slot's rows."""
     at = (first + row).to(tl.int64)[:, None] * stride + column[None, :]
-    return tl.load(tensor + at, mask=used[:, None] & there[None, :], other=0.0).to(tl.float32)
+    return tl.load(tensor + at, mask=used[:, None] & there[None, :], other=0.0)
 
 
 @triton.jit
 def delta_rule_kernel(
     convolved, strengths, steps, rates, biases, state, output, left, right, totals, ancestors,
     rows, step, key_heads, stride, strength_stride, step_stride, state_stride,
-    WIDTH: tl.constexpr, LOADED: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, PRECISION: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Compute the gated delta rule for ``BLOCK`` value columns of one head, over all rows of a slot's tree.
@@ -104,15 +104,30 @@ def delta_rule_kernel(
     head, slot, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(0)
     key_head = head // (heads // key_heads)
-    row, key_column = tl.arange(0, ROWS), tl.arange(0, LOADED)
+    row, chunk = tl.arange(0, ROWS), tl.arange(0, CHUNK)
     column = part * BLOCK + tl.arange(0, BLOCK)
-    used, there, inside = row < rows, key_column < WIDTH, column < VALUES
+    used, inside = row < rows, column < VALUES
     first = slot * rows
-    query = rows_of(convolved, first, stride, row, key_head * WIDTH + key_column, used, there)
-    key = rows_of(convolved, first, stride, row, (key_heads + key_head) * WIDTH + key_column, used, there)
-    value = rows_of(convolved, first, stride, row, 2 * key_heads * WIDTH + head * VALUES + column, used, inside)
-    query *= tl.rsqrt(tl.sum(query * query, 1) + EPSILON)[:, None] * WIDTH**-0.5
-    key *= tl.rsqrt(tl.sum(key * key, 1) + EPSILON)[:, None]
+    state += slot.to(tl.int64) * state_stride + head.to(tl.int64) * WIDTH * VALUES
+    of_queries, of_keys = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    scores, system = tl.zeros([ROWS, ROWS], tl.float32), tl.zeros([ROWS, ROWS], tl.float32)
+    read, held = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    for begin in range(0, WIDTH, CHUNK):
+        inner = begin + chunk
+        there = inner < WIDTH
+        query = rows_of(convolved, first, stride, row, key_head * WIDTH + inner, used, there)
+        key = rows_of(convolved, first, stride, row, (key_heads + key_head) * WIDTH + inner, used, there)
+        transposed = tl.trans(key)
+        scores = tl.dot(query, transposed, scores, input_precision=PRECISION)
+        system = tl.dot(key, transposed, system, input_precision=PRECISION)
+        query, key = query.to(tl.float32), key.to(tl.float32)
+        of_queries += tl.sum(query * query, 1)
+        of_keys += tl.sum(key * key, 1)
+        held_at = inner[:, None] * VALUES + column[None, :]
+        part_held = tl.load(state + held_at, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        read = tl.dot(query, part_held, read, input_precision=PRECISION)
+        held = tl.dot(key, part_held, held, input_precision=PRECISION)
+    of_queries, of_keys = tl.rsqrt(of_queries + EPSILON) * WIDTH**-0.5, tl.rsqrt(of_keys + EPSILON)
     strength = tl.load(strengths + (first + row) * strength_stride + head, mask=used, other=0.0)
     strength = (1.0 / (1.0 + tl.exp(-strength.to(tl.float32)))).to(strengths.dtype.element_ty)
     strength = (strength.to(tl.float32) * FACTOR).to(strengths.dtype.element_ty).to(tl.float32)
@@ -121,35 +136,35 @@ def delta_rule_kernel(
     log_decay = tl.where(used, -tl.exp(tl.load(rates + head).to(tl.float32)) * time, 0.0)
     total, between = decays(log_decay, ancestors + slot * step, row, rows)
     since = tl.exp(total)
-    at = (slot * heads + head).to(tl.int64) * rows + row
-    if part == 0:
-        tl.store(left + at[:, None] * WIDTH + key_column[None, :], key, mask=used[:, None] & there[None, :])
-        tl.store(totals + at, total, mask=used)
-    state += slot.to(tl.int64) * state_stride + head.to(tl.int64) * WIDTH * VALUES
-    held_at = key_column[:, None] * VALUES + column[None, :]
-    held = tl.load(state + held_at, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    read = tl.dot(query, held, input_precision=PRECISION) * since[:, None]
-    written = (value - tl.dot(key, held, input_precision=PRECISION) * since[:, None]) * strength[:, None]
-    transposed = tl.trans(key)
-    scores = tl.dot(query, transposed, input_precision=PRECISION) * between
-    system = tl.dot(key, transposed, input_precision=PRECISION) * between * strength[:, None]
-    system = tl.where(row[:, None] > row[None, :], system, 0.0)
+    value = rows_of(convolved, first, stride, row, 2 * key_heads * WIDTH + head * VALUES + column, used, inside)
+    written = (value.to(tl.float32) - held * (of_keys * since)[:, None]) * strength[:, None]
+    between *= of_keys[None, :]
+    system *= tl.where(row[:, None] > row[None, :], between * (of_keys * strength)[:, None], 0.0)
     for solved in range(1, rows):
         reads = tl.sum(tl.where(row[:, None] == solved, system, 0.0), 0)
         change = tl.sum(reads[:, None] * written, 0)
         written = tl.where(row[:, None] == solved, written - change[None, :], written)
-    mixed = read + tl.dot(scores, written, input_precision=PRECISION)
+    mixed = tl.dot(scores * between, written, read * since[:, None], input_precision=PRECISION) * of_queries[:, None]
+    at = (slot * heads + head).to(tl.int64) * rows + row
     shown = used[:, None] & inside[None, :]
     tl.store(right + at[:, None] * VALUES + column[None, :], written, mask=shown)
     out = (first + row).to(tl.int64)[:, None] * heads * VALUES + head * VALUES + column[None, :]
     tl.store(output + out, mixed.to(output.dtype.element_ty), mask=shown)
+    if part == 0:
+        tl.store(totals + at, total, mask=used)
+        for begin in range(0, WIDTH, CHUNK):
+            inner = begin + chunk
+            there = inner < WIDTH
+            key = rows_of(convolved, first, stride, row, (key_heads + key_head) * WIDTH + inner, used, there)
+            key = key.to(tl.float32) * of_keys[:, None]
+            tl.store(left + at[:, None] * WIDTH + inner[None, :], key, mask=used[:, None] & there[None, :])
 
 
 @triton.jit
 def scan_kernel(
     convolved, steps, rates, biases, skips, state, output, left, right, totals, ancestors,
     rows, step, key_heads, stride, step_stride, state_stride,
-    WIDTH: tl.constexpr, LOADED: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the Mamba-2 scan for ``BLOCK`` value columns of one head, over all rows of a slot's tree.
@@ -161,37 +176,41 @@ def scan_kernel(
     heads = tl.num_programs(0)
     shared = heads // key_heads
     key_head = head // shared
-    row, key_column = tl.arange(0, ROWS), tl.arange(0, LOADED)
+    row, chunk = tl.arange(0, ROWS), tl.arange(0, CHUNK)
     column = part * BLOCK + tl.arange(0, BLOCK)
-    used, there, inside = row < rows, key_column < WIDTH, column < VALUES
+    used, inside = row < rows, column < VALUES
     first = slot * rows
-    value = rows_of(convolved, first, stride, row, head * VALUES + column, used, inside)
-    keys = heads * VALUES + key_head * WIDTH + key_column
-    key = rows_of(convolved, first, stride, row, keys, used, there)
-    query = rows_of(convolved, first, stride, row, keys + key_heads * WIDTH, used, there)
+    state += slot.to(tl.int64) * state_stride + head.to(tl.int64) * WIDTH * VALUES
+    scores, read = tl.zeros([ROWS, ROWS], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    key_at = (slot * key_heads + key_head).to(tl.int64) * rows + row
+    for begin in range(0, WIDTH, CHUNK):
+        inner = begin + chunk
+        there = inner < WIDTH
+        keys = heads * VALUES + key_head * WIDTH + inner
+        key = rows_of(convolved, first, stride, row, keys, used, there)
+        query = rows_of(convolved, first, stride, row, keys + key_heads * WIDTH, used, there)
+        scores = tl.dot(query, tl.trans(key), scores, input_precision=PRECISION)
+        held_at = column[None, :] * WIDTH + inner[:, None]
+        held = tl.load(state + held_at, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        read = tl.dot(query.to(tl.float32), held, read, input_precision=PRECISION)
+        if (part == 0) & (head % shared == 0):
+            stored = used[:, None] & there[None, :]
+            tl.store(right + key_at[:, None] * WIDTH + inner[None, :], key.to(tl.float32), mask=stored)
     kind = steps.dtype.element_ty
     time = tl.load(steps + (first + row) * step_stride + head, mask=used, other=0.0).to(tl.float32)
     time = (time + tl.load(biases + head).to(kind).to(tl.float32)).to(kind).to(tl.float32)
     time = tl.where(used, softplus(time).to(kind).to(tl.float32), 0.0)
     log_decay = -tl.exp(tl.load(rates + head).to(tl.float32)) * time
     total, between = decays(log_decay, ancestors + slot * step, row, rows)
+    value = rows_of(convolved, first, stride, row, head * VALUES + column, used, inside).to(tl.float32)
     written = value * time[:, None]
+    mixed = tl.dot(scores * between, written, read * tl.exp(total)[:, None], input_precision=PRECISION)
+    mixed += tl.load(skips + head).to(tl.float32) * value
     at = (slot * heads + head).to(tl.int64) * rows + row
     shown = used[:, None] & inside[None, :]
     tl.store(left + at[:, None] * VALUES + column[None, :], written, mask=shown)
     if part == 0:
         tl.store(totals + at, total, mask=used)
-        if head % shared == 0:
-            of_keys = (slot * key_heads + key_head).to(tl.int64) * rows + row
-            key_at = of_keys[:, None] * WIDTH + key_column[None, :]
-            tl.store(right + key_at, key, mask=used[:, None] & there[None, :])
-    state += slot.to(tl.int64) * state_stride + head.to(tl.int64) * WIDTH * VALUES
-    held_at = column[None, :] * WIDTH + key_column[:, None]
-    held = tl.load(state + held_at, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    mixed = tl.dot(query, held, input_precision=PRECISION) * tl.exp(total)[:, None]
-    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * between
-    mixed += tl.dot(scores, written, input_precision=PRECISION)
-    mixed += tl.load(skips + head).to(tl.float32) * value
     out = (first + row).to(tl.int64)[:, None] * heads * VALUES + head * VALUES + column[None, :]
     tl.store(output + out, mixed.to(output.dtype.element_ty), mask=shown)
 

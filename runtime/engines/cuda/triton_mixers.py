@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -18,26 +18,19 @@ if TYPE_CHECKING:
 
 CHANNELS = 512
 """Channels that one program of the convolution computes."""
-
-
-class MixerTile(NamedTuple):
-    """Value columns that one program of a recurrence computes, and its number of warps."""
-
-    values: int
-    warps: int
-
-    @classmethod
-    def of(cls, rows: int, width: int) -> MixerTile:
-        """Return a tile that fits into registers, for this many rows and key columns."""
-        if rows <= 16:
-            return cls(32, 4)
-        return cls(32, 8)
+MOST_ROWS = 64
+"""Rows of the largest tree whose recurrence fits into registers; draft budgets never choose a larger one."""
+MOST_VALUES = 32
+"""Value columns that one program of a recurrence computes."""
+KEY_CHUNK = 16
+"""Key columns that it reads at once."""
 
 
 class TritonMixers(MixerOperations):
     """Implements most operations of mixers with one Triton kernel each.
 
-    Delta attention, whose decays differ by key channel, and gates without a norm are computed by PyTorch.
+    PyTorch computes delta attention, whose decays differ by key channel, recurrences over more than ``MOST_ROWS`` rows,
+    and gates without a norm.
     """
 
     def convolve(
@@ -75,7 +68,7 @@ class TritonMixers(MixerOperations):
     def delta_rule(
         self, parts: MixerParts[Any], convolved: torch.Tensor, inputs: DeltaInputs, states: MixerStates
     ) -> torch.Tensor:
-        if parts.kind == DELTA_ATTENTION:
+        if parts.kind == DELTA_ATTENTION or convolved.shape[1] > MOST_ROWS:
             return super().delta_rule(parts, convolved, inputs, states)
         strengths, steps = inputs.strength.flatten(0, 1), inputs.step.flatten(0, 1)
         return _recurred(
@@ -92,6 +85,8 @@ class TritonMixers(MixerOperations):
     def scan(
         self, parts: MixerParts[Any], convolved: torch.Tensor, step: torch.Tensor, states: MixerStates
     ) -> torch.Tensor:
+        if convolved.shape[1] > MOST_ROWS:
+            return super().scan(parts, convolved, step, states)
         steps, parameters = step.flatten(0, 1), parts.parameters
         return _recurred(
             mixer_kernels.scan_kernel,
@@ -122,16 +117,12 @@ class TritonMixers(MixerOperations):
             norm.variance_epsilon,
             WEIGHTS=parts.norms_groups,
             FIRST=parts.norms_groups and not parts.gates_after_norm,
-            ACTIVATION=norm_activation(parts),
+            ACTIVATION="sigmoid" if parts.kind == DELTA_ATTENTION else "silu",
             ROUNDS=parts.rounds_norm,
             BLOCK=triton.next_power_of_2(columns // groups),
             num_warps=4 if parts.norms_groups else 1,
         )
         return mixed
-
-
-def norm_activation(parts: MixerParts[Any]) -> str:
-    return str(getattr(parts.norm, "activation", "silu"))
 
 
 def _recurred(
@@ -151,8 +142,8 @@ def _recurred(
         torch.empty((slots, heads, rows, width), dtype=torch.float32, device=state.device)
         for heads, width in (*kept, (parts.heads, 1))
     )
-    tile = MixerTile.of(rows, parts.key_width)
-    kernel[(parts.heads, slots, triton.cdiv(parts.value_width, tile.values))](
+    block, loaded = min(MOST_VALUES, padded(parts.value_width)), padded(rows)
+    kernel[(parts.heads, slots, triton.cdiv(parts.value_width, block))](
         convolved,
         *inputs,
         state,
@@ -168,12 +159,12 @@ def _recurred(
         *strides,
         state.stride(0),
         WIDTH=parts.key_width,
-        LOADED=padded(parts.key_width),
+        CHUNK=KEY_CHUNK,
         VALUES=parts.value_width,
-        BLOCK=tile.values,
-        ROWS=padded(rows),
+        BLOCK=block,
+        ROWS=loaded,
         PRECISION="ieee" if convolved.dtype == torch.float32 else "tf32x3",
-        num_warps=tile.warps,
+        num_warps=8 if loaded == MOST_ROWS else 4,
         num_stages=1,
         **constants,
     )

@@ -26,7 +26,9 @@ def _short_convolution(
     parts: MixerParts[Any], hidden: torch.Tensor, states: MixerStates, operations: MixerOperations
 ) -> torch.Tensor:
     before, after, inputs = parts.inputs[0](hidden).chunk(3, dim=-1)
-    return after * operations.convolve(parts, before * inputs, states, activates=False)
+    convolved = operations.convolve(parts, before * inputs, states, activates=False)
+    mixed: torch.Tensor = after * convolved
+    return mixed
 
 
 def _delta_rule(

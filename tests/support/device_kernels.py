@@ -1,0 +1,104 @@
+"""Triton kernels on a simulated CUDA device, where Triton's interpreter computes them.
+
+``python -m tests.support.device_kernels GROUP,... [ARGUMENT ...]``
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+
+import torch
+from transformers import PreTrainedModel
+
+from hdtool.runtime.engines.capture import never
+from hdtool.runtime.engines.captured.fused_pass import fuse
+from hdtool.runtime.engines.captured.static_steps import _Buffers
+from hdtool.runtime.engines.cuda import mixer_kernels, triton_kernels, triton_mixers, triton_operations
+from hdtool.runtime.model.pass_inputs import StepInput
+from hdtool.runtime.target.target import Target
+from tests.support.device_scenarios import GREEDY, diagnostics, main, plain, watched, wrong_drafter
+from tests.support.families import DELTA, MAMBA, model_of, random_model
+from tests.support.simulated_cuda.graphs import CUDAGraph
+from tests.support.simulated_cuda.install import install, on_device
+from tests.support.simulated_cuda.queue import DEVICE
+from tests.support.simulated_cuda.triton_launches import DeviceKernels
+
+TOKENS = 8
+HYBRIDS: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3_5": lambda: random_model(
+        "Qwen3_5Text",
+        **{**DELTA, "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8},
+        num_hidden_layers=32,
+    ),
+    "nemotron_h": lambda: random_model(
+        "NemotronH",
+        num_hidden_layers=42,
+        layers_block_type=[*["mamba", "mlp"] * 9, "attention", "mlp", "mamba"] * 2,
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=1,
+        chunk_size=8,
+        time_step_min=1e-9,
+    ),
+    "falcon_h1": lambda: random_model("FalconH1", **MAMBA, mamba_d_ssm=64, num_hidden_layers=36),
+    "lfm2": lambda: random_model(
+        "Lfm2", num_hidden_layers=16, layer_types=["conv", "conv", "full_attention", "conv"] * 4, conv_L_cache=3
+    ),
+}
+"""Models with as many layers of each kind as a published one: Qwen3.5-4B, Nemotron-H-4B, Falcon-H1-1.5B-Deep, LFM2."""
+
+
+def launch_on_device() -> None:
+    """Install the simulated device, and let it launch all Triton kernels."""
+    install()
+    vars(triton_operations)["triton_kernels"] = DeviceKernels(triton_kernels)
+    vars(triton_mixers)["mixer_kernels"] = DeviceKernels(mixer_kernels)
+
+
+def kernels(*names: str) -> dict[str, Any]:
+    """Count the kernels of steps of bfloat16 models by number of rows; nothing is computed."""
+    models = {name: HYBRIDS[name]().bfloat16() for name in names}
+    launch_on_device()
+    return {name: {rows: step_kernels(target, rows) for rows in (1, 64)} for name, target in targets(models)}
+
+
+def targets(models: dict[str, Any]) -> list[tuple[str, Target]]:
+    return [(name, Target(on_device(model), never)) for name, model in models.items()]
+
+
+@torch.inference_mode()
+def step_kernels(target: Target, rows: int) -> Counter[str]:
+    """Capture a step, and return its kernels by name."""
+    program = fuse(target.stock, target.facts)
+    assert program and not program.reads_extent
+    storage, told, buffers = target.allocate(1).storage, StepInput(target.device), _Buffers(target.device, rows)
+    DEVICE.capture = graph = CUDAGraph()
+    buffers.write(program.run(told.tensors(1, rows), storage, 0))
+    DEVICE.capture = None
+    return Counter(operation.name for operation in graph.operations)
+
+
+def answers(*families: str) -> dict[str, Any]:
+    """Answer on the CPU and by kernels on the device."""
+    expected = {family: plain(model_of(family), GREEDY)[:TOKENS] for family in families}
+    launch_on_device()
+    found = {}
+    for family in families:
+        target = Target(on_device(model_of(family)))
+        ways = {"plain": None, "lying drafter": wrong_drafter(expected[family])}
+        tokens = {
+            way: watched(target, GREEDY, drafter, max_new_tokens=TOKENS)["tokens"] for way, drafter in ways.items()
+        }
+        found[family] = {"expected": expected[family], "tokens": tokens, "fused": target.is_fused}
+    return {"found": found} | diagnostics()
+
+
+if __name__ == "__main__":
+    main({group.__name__: group for group in (kernels, answers)}, sys.argv[1:], keeps_triton=True)
