@@ -18,10 +18,10 @@ from hdtool.runtime.engines.reference.recurrences import MixerStates
 from hdtool.runtime.engines.reference.tree_indices import TreeIndices
 from hdtool.runtime.model.pass_inputs import StepTensors
 from hdtool.runtime.program.mixer_parts import DELTA_RULE, MAMBA2, SHORT_CONVOLUTION, MixerParts
-from tests.model.test_tree_kernels import step_of
 from tests.support.compiled_kernels import SHARED_MEMORY, compiled
 from tests.support.described import model_of
 from tests.support.interpreted import interpreted_kernels
+from tests.support.trees import step_of
 
 CONVOLUTION, RECURRENCE = StateName(0, CONV, 0), StateName(0, RECURRENT, 0)
 LENGTHS = [5, 40, 9]

@@ -28,7 +28,7 @@ from tests.support.families import model_of
 from tests.support.interpreted import interpreted_kernels
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.rehearsed import captured_of, direct
-from tests.support.trees import tokens_to
+from tests.support.trees import step_of, tokens_to
 
 CPU = torch.device("cpu")
 CAPACITY = 576
@@ -38,18 +38,6 @@ CAPACITY = 576
 def interpreted() -> Iterator[None]:
     with interpreted_kernels():
         yield
-
-
-def step_of(rows: int, lengths: list[int]) -> StepTensors:
-    """Trees after contexts of these lengths, the first with all rows, and a path to move in the first slot."""
-    told = StepInput(CPU, len(lengths))
-    for slot, length in enumerate(lengths):
-        nodes = rows - 1 if slot == 0 else (rows - 1) // 2
-        tree = DraftTree.of(1, [3] * nodes, [max(ROOT, node - 3) for node in range(nodes)])
-        told.fill(slot, tree, rows, length)
-    told.move(0, rows, max(0, lengths[0] - 3), [0, 2, 3])
-    told.send(len(lengths), rows)
-    return told.tensors(len(lengths), rows)
 
 
 def operations_of(

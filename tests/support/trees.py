@@ -6,12 +6,14 @@ import random
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
+from hdtool.runtime.model.pass_inputs import StepInput, StepTensors
 from tests.support.families import VOCABULARY
 
 
@@ -83,3 +85,15 @@ def check_integrity(tree: DraftTree) -> None:
     assert len(tree.tokens) == len(tree.parents) == len(tree.sources)
     assert np.all(tree.parents >= ROOT)
     assert np.all(tree.parents < np.arange(len(tree)))
+
+
+def step_of(rows: int, lengths: list[int]) -> StepTensors:
+    """Trees after contexts of these lengths, the first with all rows, and a path to move in the first slot."""
+    told = StepInput(torch.device("cpu"), len(lengths))
+    for slot, length in enumerate(lengths):
+        nodes = rows - 1 if slot == 0 else (rows - 1) // 2
+        tree = DraftTree.of(1, [3] * nodes, [max(ROOT, node - 3) for node in range(nodes)])
+        told.fill(slot, tree, rows, length)
+    told.move(0, rows, max(0, lengths[0] - 3), [0, 2, 3])
+    told.send(len(lengths), rows)
+    return told.tensors(len(lengths), rows)
