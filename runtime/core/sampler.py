@@ -143,12 +143,12 @@ class Sampler:
         draws = self._own_draws(only_mask)
         max_ranked = ranked_for(draws) if draws and not only_mask else 0
         return Shortcuts(
-            only_mask,
-            self._greedy and (only_mask is not None or not self._processors),
-            draws,
-            max_ranked,
-            not (self._greedy or self.pre_processors or max_ranked),
-            self._takes_the_only_token(),
+            only_mask=only_mask,
+            chooses_by_argmax=self._greedy and (only_mask is not None or not self._processors),
+            draws=draws,
+            max_ranked=max_ranked,
+            draws_by_row=not (self._greedy or self.pre_processors or max_ranked),
+            takes_the_only_token=self._takes_the_only_token(),
         )
 
     def _compile(self) -> None:

@@ -59,41 +59,41 @@ class EngineSupport(Generic[Matmul]):
     """Tests whether the engine can read a small tensor of a mixer; None if ``is_readable`` tests these as well."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerParts(Generic[Matmul]):
     """The modules and shapes of one decoder layer."""
 
     layer: Module
-    attention: Module | None
+    attention: Module | None = None
     """None in a layer without attention; then ``qkv`` is empty, and ``out`` None."""
-    qkv: tuple[Matmul, ...]
+    qkv: tuple[Matmul, ...] = ()
     """Query, key and value projections, or one joined matrix.
 
     Without a value projection, the keys are also the values. With only a query projection, the layer reads the keys and
     values of an earlier layer.
     """
-    out: Matmul | None
+    out: Matmul | None = None
     """Output projection of the attention."""
     gate_up: tuple[Matmul, ...]
     """Gate and up projections, or their joined matrix, of the MLP or shared expert; empty if the layer has neither."""
     down: tuple[Matmul, ...]
     """Down projection of the MLP or shared expert; empty if the layer has neither."""
-    experts: Module | None
+    experts: Module | None = None
     """Mixture of experts that replaces the MLP or is added to it; None without one. See also ``added_mixture``."""
     block_norms: tuple[Module | None, ...]
     """Norms before and after attention, and before and after the MLP; None for each that the layer lacks."""
-    head_norms: tuple[Module, ...]
+    head_norms: tuple[Module, ...] = ()
     """Norms of queries and keys; empty if they aren't normalized."""
-    heads: int
+    heads: int = 0
     """Number of key/value heads: 0 in a layer without attention, 1 with ``latent``."""
-    groups: int
+    groups: int = 0
     """Query heads per key/value head."""
-    width: int
+    width: int = 0
     """Head dimension, or the width of the latent vectors that ``latent`` caches."""
     epsilon: float
-    scale: float
+    scale: float = 0.0
     activation: str
-    activation_module: Module | None
+    activation_module: Module | None = None
     """None if there is no MLP or its activation isn't a module."""
     shared_gate: Matmul | None = None
     """Linear layer whose sigmoid scales the shared expert's output; None if the output isn't scaled."""
@@ -367,11 +367,20 @@ def _layer_parts(layer: Module, index: int, support: EngineSupport[Matmul]) -> L
     ):
         return None
     parts: LayerParts[Matmul] | None = LayerParts(
-        layer, None, (), None, feed_forward.gate_up, feed_forward.down, feed_forward.experts, block_norms, (),
-        0, 0, 0, epsilon, 0.0, feed_forward.activation, feed_forward.activation_module,
-        feed_forward.shared_gate, mixer,
-        inputs=inputs, added_mixture=added_mixture, factor=layer._buffers.get(family.layer.factor),
-    )  # fmt: skip
+        layer=layer,
+        gate_up=feed_forward.gate_up,
+        down=feed_forward.down,
+        experts=feed_forward.experts,
+        block_norms=block_norms,
+        epsilon=epsilon,
+        activation=feed_forward.activation,
+        activation_module=feed_forward.activation_module,
+        shared_gate=feed_forward.shared_gate,
+        mixer=mixer,
+        inputs=inputs,
+        added_mixture=added_mixture,
+        factor=layer._buffers.get(family.layer.factor),
+    )
     if attention and parts:
         read = with_latents if family.attention.has_latents else with_attention
         parts = read(parts, attention, index, support, family)

@@ -57,22 +57,19 @@ class EagleLayer(nn.Module):
         """The layer as the engines describe it; its first norms and their concatenation are the drafter's."""
         config, attention, mlp = self._config, self.self_attn, self.mlp
         return LayerParts(
-            self,
-            attention,
-            (attention["q_proj"], attention["k_proj"], attention["v_proj"]),
-            attention["o_proj"],
-            (mlp["gate_proj"], mlp["up_proj"]),
-            (mlp["down_proj"],),
-            None,
-            (None, None, self.post_attention_layernorm, None),
-            (),
-            config.num_key_value_heads,
-            config.num_attention_heads // config.num_key_value_heads,
-            config.head_dim,
-            config.rms_norm_eps,
-            config.head_dim**-0.5,
-            "silu",
-            None,
+            layer=self,
+            attention=attention,
+            qkv=(attention["q_proj"], attention["k_proj"], attention["v_proj"]),
+            out=attention["o_proj"],
+            gate_up=(mlp["gate_proj"], mlp["up_proj"]),
+            down=(mlp["down_proj"],),
+            block_norms=(None, None, self.post_attention_layernorm, None),
+            heads=config.num_key_value_heads,
+            groups=config.num_attention_heads // config.num_key_value_heads,
+            width=config.head_dim,
+            epsilon=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+            activation="silu",
         )
 
     def read(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
