@@ -102,7 +102,7 @@ def total_figures(parts: Sequence[Comparison]) -> str:
 
 
 def engine_figures(name: str, generate: Figures, plain: Figures) -> str:
-    """Return a sentence on plain decoding, which runs on the engine called ``name``, beside ``generate``."""
+    """Return a sentence that compares plain decoding by the engine called ``name`` with ``generate``."""
     speed_up = SpeedUp.of(plain, generate)
     return fitted(
         f"The engine without drafts, {name}, is {speed_up.best_known:.1f} times as fast as transformers' generate"

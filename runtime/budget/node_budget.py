@@ -257,7 +257,7 @@ class SharedCosts:
         return self._costs[min((known for known in self._costs if known >= slots), default=max(self._costs))]
 
     def learn(self) -> None:
-        """Learn from the last pass, once however many sequences it served."""
+        """Learn from the last pass; further calls before the next pass change nothing."""
         for costs in self._costs.values():
             costs.update()
 

@@ -88,7 +88,10 @@ def compiled_linear(input: torch.Tensor, weight: Stored, bias: torch.Tensor | No
 def multiply(
     matmul: int, matrix: int, shape: torch.Size, input: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiply by the kernels at address ``matmul``, on as many threads as torch uses; ``shape`` is the matrix's."""
+    """Return ``input @ matrix.T + bias``, computed by the kernels at address ``matmul`` on torch's number of threads.
+
+    ``matrix`` is the address of the weight, whose shape is ``shape``.
+    """
     threads, (out_features, columns) = torch.get_num_threads(), shape
     rows = input.numel() // columns
     outputs = input.new_empty(*input.shape[:-1], out_features)  # keeps the input's dtype
