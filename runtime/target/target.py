@@ -206,7 +206,8 @@ class Target(BackendEngine):
         """Return what runs the passes of a trained drafter, captured if steps are; see ``RankingPasses``."""
         from hdtool.runtime.engines.captured.ranking_passes import RankingPasses
 
-        return RankingPasses(self._capture(self.device) if self.captures else None, self.device, rankings, best)
+        capture = self._capture(self.device) if self.captures else None
+        return RankingPasses(capture, self.device, rankings, best, lambda: self.changes)
 
     def drafter_layers(self, parts: ModelParts[Module], windows: list[AttentionWindow]) -> DrafterLayers:
         """Return decoder layers of a trained drafter, computed as a described model's are."""

@@ -27,12 +27,20 @@ class RankingPasses:
     If passes are captured, there is one captured pass per shape.
     """
 
-    def __init__(self, capture: Capture | None, device: torch.device, rankings: int, best: int) -> None:
+    def __init__(
+        self,
+        capture: Capture | None,
+        device: torch.device,
+        rankings: int,
+        best: int,
+        changes: Callable[[], int] = lambda: 0,
+    ) -> None:
         """``rankings`` and ``best`` are the maximum numbers of rankings, and of tokens in each.
 
-        ``capture`` is None if passes aren't captured.
+        ``capture`` is None if passes aren't captured. ``changes`` counts changes to the model, whose weights passes
+        may read: after one, captured passes are released, because they would read freed memory.
         """
-        self._device = device
+        self._device, self._changes, self._changes_before = device, changes, changes()
         self._captured = CapturedRuns[Shape, int](capture) if capture else None
         """Captured passes, which return the number of tokens in each ranking; None if passes can't be captured."""
         self._clock = DeviceClock(device)
@@ -68,6 +76,9 @@ class RankingPasses:
         ``rank`` reads on the host.
         """
         given, number = torch.tensor(words), len(words)
+        if self._changes_before != (changes := self._changes()):
+            self.forget()
+            self._changes_before = changes
         if self._captured is not None and self.captures(shape[1]):
             self._input.host[:number] = given
             self._input.send(number)
