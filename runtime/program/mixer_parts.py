@@ -68,8 +68,8 @@ class MixerParts(Generic[Matmul]):
 
     @property
     def called(self) -> tuple[Module, ...]:
-        """The modules that compute the mixer: matmuls, gated norm and the module of the decays."""
-        return *self.matmuls, *filter(None, (self.norm, self.decay))
+        """The modules that every pass calls: matmuls and the module of the decays. Kernels compute the gated norm."""
+        return *self.matmuls, *filter(None, (self.decay,))
 
     @property
     def decay_bound(self) -> float:

@@ -236,7 +236,13 @@ def test_a_module_that_differs_is_not_compiled(name: str, place: str, change: Ca
     assert not target.compile()
 
 
-@pytest.mark.parametrize(("name", "place", "change"), [case for case in CHANGED if case.values[0] == "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "place", "change"),
+    [
+        *(case for case in CHANGED if case.values[0] == "gemma3"),
+        ("qwen3_5", "layers.2.linear_attn.norm", a_hook),  # Triton kernels compute this norm
+    ],
+)
 def test_a_module_that_differs_is_not_captured(name: str, place: str, change: Callable[[Any], None]) -> None:
     assert_not_captured(name, lambda model: change(model.model.get_submodule(place)))
 
