@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def test_one_run_ranks_what_passes_in_turn_do(family: str, capture: str) -> None
             for module in (in_turn, in_one):
                 embedding: Any = module._model.model.get_input_embeddings()
                 embedding.weight.mul_(1.5)
-        assert not changes or in_one._captured_for[-1] == 1
+        assert not changes or in_one._runs._changes_before == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
@@ -137,6 +138,26 @@ def test_a_draft_that_was_rejected_leaves_no_trace(family: str) -> None:
             assert found[0].tolist() == expected[0].tolist()
             for wrong in (5, 6, 7):
                 used.extend([0], [wrong])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_draft_model_reads_again_what_its_weights_before_had_read(family: str) -> None:
+    weights: Any = copy.deepcopy(model_of(family))
+    draft = Target(weights)
+    prompt = prompt_of(30)
+    module = DraftModel(draft, draft.vocabulary)
+
+    def ranked(module: DraftModel) -> tuple[np.ndarray[Any, Any], ...]:
+        module.begin(prompt[:1])
+        return module.read(torch.empty(0), prompt[1:])
+
+    before = ranked(module)
+    with torch.no_grad():
+        weights.get_input_embeddings().weight.copy_(weights.get_input_embeddings().weight.flip(0))
+    again, fresh = ranked(module), ranked(DraftModel(draft, draft.vocabulary))
+    for here, expected in zip(again, fresh, strict=True):
+        np.testing.assert_array_equal(here, expected)
+    assert not np.array_equal(again[1], before[1])
 
 
 @pytest.mark.parametrize("family", ["OPT", "Llama"])

@@ -304,15 +304,15 @@ def test_passes_that_lacked_memory_are_captured_once_more(monkeypatch: pytest.Mo
 
 def test_passes_are_captured_again_after_a_change_of_the_model() -> None:
     """The old ones would read the memory of weights that were replaced."""
-    captured, changes = list[Run](), 0
+    captured, changes = list[Run](), [0]
 
     class Direct:
         def record(self, run: Run) -> Run:
             captured.append(run)
             return lambda: run()
 
-    passes = RankingPasses(Direct(), torch.device("cpu"), 1, 10, lambda: changes)
-    for changes in (0, 0, 1, 1):
+    passes = RankingPasses(Direct(), torch.device("cpu"), 1, 10, lambda: changes[0])
+    for changes[0] in (0, 0, 1, 1):
         passes.run(("read", 1, 0), [5, 7], 1, lambda words: (words[None], words[None].float()))
     assert len(captured) == 2
 

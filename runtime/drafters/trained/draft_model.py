@@ -78,7 +78,7 @@ class DraftModel:
         self._cache = model.allocate()
         self._runs = model.ranking_passes(1 + DEPTHS[-1], TOKENS_PER_RANKING)
         self._captured_for: tuple[object, ...] = ()
-        """What captured runs depend on: cache, pass and number of changes to the model."""
+        """What captured runs depend on beside the weights: cache and pass."""
         self.begin([])
 
     @property
@@ -94,6 +94,10 @@ class DraftModel:
 
     def begin(self, prompt: list[int]) -> None:
         self._model.notice_changes()
+        slot = self._cache.slots[0]
+        if slot.version != self._model.changes:  # the slot holds keys and values of the weights before
+            slot.cut(0)
+            slot.version = self._model.changes
         self._context = list(prompt[:1])
         self._limit = self._model.context_limit(max(1, len(prompt)))
         """Maximum number of tokens that the model can read, after which it drafts nothing; None without a limit."""
@@ -140,7 +144,7 @@ class DraftModel:
         """Start a run that reads a chain of accepted tokens into the cache, and drafts."""
         assert self._model.captured and self._model.captured.proven
         step, slot, storage = self._model.captured.proven, self._cache.slots[0], self._cache.storage
-        if self._captured_for != (depends_on := (storage, step, self._model.changes)):
+        if self._captured_for != (depends_on := (storage, step)):
             self._runs.forget()
             self._captured_for = depends_on
         rows = self._runs.size_for(1 + len(chain))
