@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing import active_children, get_context
@@ -27,7 +27,7 @@ import torch
 
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, replay_method
-from hdtool.data.errors import HdtoolError
+from hdtool.data.errors import HdtoolError, os_errors_as
 from hdtool.data.processes import isolated_children
 from hdtool.data.progress import ProgressBar, progress_bar
 from hdtool.runtime.config.decoding import TAKE_HISTORY
@@ -79,8 +79,8 @@ def replay(
         if processes == 1:
             done = [job.play(store_set, progress.advance) for job in jobs]
         else:
-            with TemporaryDirectory(prefix="hdtool-replay-") as folder:
-                done = _in_processes(_files(jobs, Path(folder)), store_set, processes, progress)
+            with _job_files(jobs) as files:
+                done = _in_processes(files, store_set, processes, progress)
     names = [contender.name for contender in contenders]
     return {name: ReplayResult.joined([part for part in done if part.method == name]) for name in names}
 
@@ -101,12 +101,20 @@ def _jobs(
     return jobs
 
 
-def _files(jobs: Sequence[ReplayJob], folder: Path) -> list[Path]:
-    """Pickle each job to a file in ``folder``; return the files' paths."""
-    files = [folder / str(number) for number in range(len(jobs))]
-    for job, file in zip(jobs, files, strict=True):
-        file.write_bytes(pickle.dumps(job))
-    return files
+@contextmanager
+def _job_files(jobs: Sequence[ReplayJob]) -> Iterator[list[Path]]:
+    """Pickle each job to a temporary file; yield the files' paths."""
+    with ExitStack() as stack:
+        with os_errors_as(
+            HdtoolError,
+            "the jobs of the replay cannot be written to a temporary folder",
+            "let TMPDIR name a folder with room, or use --workers 1",
+        ):
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="hdtool-replay-")))
+            files = [folder / str(number) for number in range(len(jobs))]
+            for job, file in zip(jobs, files, strict=True):
+                file.write_bytes(pickle.dumps(job))
+        yield files
 
 
 @isolated_children()

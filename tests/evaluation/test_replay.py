@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -245,6 +246,14 @@ def test_a_process_that_is_ended_from_outside(
 
     with pytest.raises(HdtoolError, match="ended from outside"):
         replay(contenders(), conversations, Fatal(), workers=2)
+
+
+def test_jobs_that_cannot_be_written(
+    store_set: StoreSet, conversations: list[list[RecordedTurn]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(HdtoolError, match=r"cannot be written to a temporary folder .*: .* or use --workers 1"):
+        replay(contenders(), conversations, store_set, workers=2)
 
 
 def test_each_part_starts_anew(
