@@ -116,7 +116,7 @@ def test_one_run_ranks_what_passes_in_turn_do(family: str, capture: str) -> None
             for module in (in_turn, in_one):
                 embedding: Any = module._model.model.get_input_embeddings()
                 embedding.weight.mul_(1.5)
-        assert not changes or in_one._runs._changes_before == 1
+        assert not changes or in_one._runs._read[0] == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])

@@ -104,11 +104,14 @@ def test_captured_passes_equal_others(config: HeadsConfig) -> None:
     for number, new in enumerate(sizes * 2):
         hidden, tokens = torch.randn(new, heads.shape.width), torch.randint(VOCABULARY, (new,))
         mine = number % 2 if number < len(sizes) else number // 2 % 2
-        expected, likely = topk_tokens(readers[mine].ahead(hidden, table[tokens]), 10, heads.token_ids)
+        every = topk_tokens(readers[mine].ahead(hidden, table[tokens]), VOCABULARY, heads.token_ids)
+        share_of = torch.zeros(len(every[0]), VOCABULARY).scatter(1, *every).numpy()
         for passes in (captured[mine], others[mine]):
             best, shares = passes.read(hidden, tokens.tolist())
-            np.testing.assert_allclose(shares, likely, rtol=1e-3, atol=1e-6)
-            assert (best == expected.numpy()).mean() > 0.7  # tokens with nearly equal shares may change places
+            np.testing.assert_allclose(shares, every[1][:, :10], rtol=1e-3, atol=1e-6)
+            # Tokens with equal shares may change places, so each token's own share is compared.
+            np.testing.assert_allclose(np.take_along_axis(share_of, best, 1), shares, rtol=1e-3, atol=1e-6)
+            assert all(len(set(row)) == 10 for row in best.tolist())
             assert passes.length == (readers[mine].kv.length if heads.layers else 0)
     assert 0 < recorder.recorded < len(sizes) * 2
 

@@ -11,7 +11,7 @@ import torch
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.caches.kv_cache import NO_TENSOR, KVTensors, extent_for
 from hdtool.runtime.core.engine_interface import Ranked, TopTokens, Verified
-from hdtool.runtime.drafters.trained.module_parts import topk_tokens
+from hdtool.runtime.drafters.trained.module_parts import on_host, topk_tokens
 from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, rank_best_paths, rankings_for
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
 from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, NO_RANKING, ROWS_PER_PASS
@@ -73,9 +73,8 @@ class AssistantModule:
         slot = self._slot
         if slot is None or slot.tokens is not self._tokens or slot.length != self._length:
             return lambda: NO_RANKING  # the conversation has moved to another slot; the next ``observe`` sets it
-        if self._storage is not slot.kv.storage:
-            self._passes.forget()
-            self._storage = slot.kv.storage
+        self._storage = slot.kv.storage
+        self._passes.read_from(self._storage)
         first, path = slot.kv.pending_move or (self._length, ())
         places = [first + offset for offset in path]
         extent = max([self._length, *(1 + place for place in places)])
@@ -161,8 +160,3 @@ def load_assistant(published: PublishedDrafter, target: Target) -> Any:
             f"{target.config.model_type!r} do not have: name a drafter of this model"
         )
     return model.to(target.device, target.dtype).requires_grad_(False).eval()
-
-
-def on_host(ranked: TopTokens) -> Ranked:
-    tokens, probs = ranked
-    return tokens.cpu().numpy(), probs.cpu().numpy()

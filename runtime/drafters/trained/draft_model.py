@@ -16,9 +16,8 @@ from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.engine_interface import Ranked, TopTokens
 from hdtool.runtime.core.prefix_cache import common_prefix_length
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
-from hdtool.runtime.drafters.trained.assistant import on_host
 from hdtool.runtime.drafters.trained.checkpoints import loaded_once
-from hdtool.runtime.drafters.trained.module_parts import topk_tokens
+from hdtool.runtime.drafters.trained.module_parts import on_host, topk_tokens
 from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, path_drafter
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
 from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, NO_RANKING, TrainedProposer
@@ -77,8 +76,6 @@ class DraftModel:
         self._model, self._vocabulary = model, vocabulary
         self._cache = model.allocate()
         self._runs = model.ranking_passes(1 + DEPTHS[-1], TOKENS_PER_RANKING)
-        self._captured_for: tuple[object, ...] = ()
-        """What captured runs depend on beside the weights: cache and pass."""
         self.begin([])
 
     @property
@@ -144,9 +141,7 @@ class DraftModel:
         """Start a run that reads a chain of accepted tokens into the cache, and drafts."""
         assert self._model.captured and self._model.captured.proven
         step, slot, storage = self._model.captured.proven, self._cache.slots[0], self._cache.storage
-        if self._captured_for != (depends_on := (storage, step)):
-            self._runs.forget()
-            self._captured_for = depends_on
+        self._runs.read_from(storage, step)
         rows = self._runs.size_for(1 + len(chain))
         end = slot.length + rows + self.depth
         slot.kv.mark_written(end)

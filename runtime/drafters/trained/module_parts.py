@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hdtool.runtime.core.engine_interface import TopTokens
+from hdtool.runtime.core.engine_interface import Ranked, TopTokens
 
 
 class Norm(nn.RMSNorm):
@@ -23,3 +23,9 @@ def topk_tokens(logits: torch.Tensor, number: int, token_ids: torch.Tensor | Non
     """
     best = logits.softmax(dim=-1, dtype=torch.float32).topk(min(number, logits.shape[-1]), dim=-1)
     return best.indices if token_ids is None else token_ids[best.indices], best.values
+
+
+def on_host(ranked: TopTokens) -> Ranked:
+    """Copy a ranking's tokens and probabilities to the host."""
+    tokens, probs = ranked
+    return tokens.cpu().numpy(), probs.cpu().numpy()

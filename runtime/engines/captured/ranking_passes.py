@@ -40,9 +40,11 @@ class RankingPasses:
         ``capture`` is None if passes aren't captured. ``changes`` counts changes to the model, whose weights passes
         may read: after one, captured passes are released, because they would read freed memory.
         """
-        self._device, self._changes, self._changes_before = device, changes, changes()
+        self._device, self._changes = device, changes
         self._captured = CapturedRuns[Shape, int](capture) if capture else None
         """Captured passes, which return the number of tokens in each ranking; None if passes can't be captured."""
+        self._read: tuple[object, ...] = (changes(),)
+        """The number of changes to the model, and what ``read_from`` got last."""
         self._clock = DeviceClock(device)
         self.largest = CAPTURED_SIZES[-1]
         """Maximum number of rows in a captured pass."""
@@ -63,6 +65,12 @@ class RankingPasses:
         if self._captured:
             self._captured.clear()
 
+    def read_from(self, *places: object) -> None:
+        """Release captured passes if they read other weights or ``places``, such as a cache's tensors, than now."""
+        if self._read != (read := (self._changes(), *places)):
+            self.forget()
+            self._read = read
+
     def run(self, shape: Shape, words: list[int], rankings: int, rank: Callable[[torch.Tensor], TopTokens]) -> Ranked:
         """Return the first ``rankings`` that ``rank`` computes from ``words``; see ``start``."""
         return self.start(shape, words, rankings, rank)()
@@ -76,9 +84,7 @@ class RankingPasses:
         ``rank`` reads on the host.
         """
         given, number = torch.tensor(words), len(words)
-        if self._changes_before != (changes := self._changes()):
-            self.forget()
-            self._changes_before = changes
+        self.read_from(*self._read[1:])
         if self._captured is not None and self.captures(shape[1]):
             self._input.host[:number] = given
             self._input.send(number)
