@@ -183,7 +183,7 @@ def test_a_scan_reads_the_state_of_each_rows_parent(
 
 
 def test_keys_that_repeat_lose_no_precision() -> None:
-    """Powers of the system of a path with equal keys would grow beyond what float32 can tell apart."""
+    """Powers of the system of a path with equal keys would exceed float32's precision."""
     rows, module = 64, parameters_of(1, "A_log", "dt_bias")
     step = step_of(rows, [7])
     step.ancestor_mask[0] = torch.tensor([(1 << row) - 1 if row < 64 else -1 for row in range(rows)])

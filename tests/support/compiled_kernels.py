@@ -63,11 +63,11 @@ def compiled(code: str, capability: int, widths: tuple[int, ...], folder: Path) 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     found = {}
     for case, shared in (line.split() for line in made.stdout.splitlines()):
-        told = subprocess.run(
+        resources = subprocess.run(
             [tool, "--dump-resource-usage", folder / f"{case}.cubin"], capture_output=True, text=True, check=True
         ).stdout
-        numbers = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", told)
-        assert numbers, told
+        numbers = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", resources)
+        assert numbers, resources
         registers, stack, local = map(int, numbers.groups())
         found[case] = Compiled(registers, max(0, stack - 8) + local, int(shared))
     return found

@@ -78,9 +78,9 @@ def step_kernels(target: Target, rows: int) -> Counter[str]:
     """Capture a step, and return its kernels by name."""
     program = fuse(target.stock, target.facts)
     assert program and not program.reads_extent
-    storage, told, buffers = target.allocate(1).storage, StepInput(target.device), _Buffers(target.device, rows)
+    storage, step, buffers = target.allocate(1).storage, StepInput(target.device), _Buffers(target.device, rows)
     DEVICE.capture = graph = CUDAGraph()
-    buffers.write(program.run(told.tensors(1, rows), storage, 0))
+    buffers.write(program.run(step.tensors(1, rows), storage, 0))
     DEVICE.capture = None
     return Counter(operation.name for operation in graph.operations)
 

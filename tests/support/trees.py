@@ -89,11 +89,11 @@ def check_integrity(tree: DraftTree) -> None:
 
 def step_of(rows: int, lengths: list[int]) -> StepTensors:
     """Trees after contexts of these lengths, the first with all rows, and a path to move in the first slot."""
-    told = StepInput(torch.device("cpu"), len(lengths))
+    step = StepInput(torch.device("cpu"), len(lengths))
     for slot, length in enumerate(lengths):
         nodes = rows - 1 if slot == 0 else (rows - 1) // 2
         tree = DraftTree.of(1, [3] * nodes, [max(ROOT, node - 3) for node in range(nodes)])
-        told.fill(slot, tree, rows, length)
-    told.move(0, rows, max(0, lengths[0] - 3), [0, 2, 3])
-    told.send(len(lengths), rows)
-    return told.tensors(len(lengths), rows)
+        step.fill(slot, tree, rows, length)
+    step.move(0, rows, max(0, lengths[0] - 3), [0, 2, 3])
+    step.send(len(lengths), rows)
+    return step.tensors(len(lengths), rows)
