@@ -64,3 +64,4 @@ def main(parts: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    os._exit(0)  # freeing the compiler's objects would keep a core busy for seconds while others time their passes

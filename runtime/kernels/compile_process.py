@@ -72,6 +72,7 @@ class CompileProcess:
     def wait(self, part: str, on_step: Callable[[int], None] = lambda done: None) -> bool:
         """Wait until a part is compiled, or the process has ended; return True if the part is compiled.
 
+        After its last part, wait until the process has ended, so that it slows down nothing that is timed from then on.
         ``on_step`` is called with the number of completed steps, several times for each.
         """
         number = len(STEPS[part])
@@ -81,6 +82,8 @@ class CompileProcess:
                 self._changed.wait(timeout=1.0)
             if time.monotonic() > self._began + MAX_SECONDS:
                 self._process.kill()
+        if not any(map(self.is_compiling, self._steps)):
+            self._reader.join(max(0.0, self._began + MAX_SECONDS - time.monotonic()))
         on_step(self._steps[part])
         return self._steps[part] == number
 

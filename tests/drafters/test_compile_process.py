@@ -52,6 +52,25 @@ def test_progress_is_followed_part_by_part(program: Path, capsys: pytest.Capture
     assert "compiled forward passes for this processor, once: waited" in capsys.readouterr().err
 
 
+def test_nothing_runs_beside_what_waited_for_the_last_part(program: Path) -> None:
+    program.write_text("import time\nprint('passes', 'passes', 'drafter', sep='\\n', flush=True)\ntime.sleep(1)")
+    start_compiling(PASSES, DRAFTER)
+    wait_until_compiled(DRAFTER)
+    assert compile_process._processes[0]._process.poll() is not None
+
+
+def test_the_process_ends_without_freeing_its_objects(tmp_path: Path) -> None:
+    home = {"HDTOOL_HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path)}
+    program = (
+        "import atexit, runpy, sys\natexit.register(print, 'freed')\n"
+        f"sys.argv = ['program']\nrunpy.run_module({compile_process.PROGRAM!r}, run_name='__main__')"
+    )
+    ran = subprocess.run(
+        isolated_python("-c", program), check=True, env={**os.environ, **home}, capture_output=True, text=True
+    )
+    assert "freed" not in ran.stdout
+
+
 def test_only_what_is_missing_is_compiled_and_only_beside_another_core(
     program: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
