@@ -1,7 +1,7 @@
 """Tests ``hdtool serve`` under load, and compares its speed with other servers.
 
     python -m tests.benchmarks.server streams --model MODEL [--minutes 10] [--streams 50]
-    python -m tests.benchmarks.server peers --model FILE.gguf [--llama-cpp PYTHON]
+    python -m tests.benchmarks.server peers --model FILE.gguf [--llama-cpp PYTHON] [--no-transformers]
 
 ``streams`` opens many concurrent streams and cuts off a third of them. It compares complete answers with plain
 decoding, and the server's memory after two minutes with that at the end. ``peers`` asks the same questions of
@@ -117,14 +117,15 @@ def peers(options: argparse.Namespace) -> None:
         _folder_of(options.model) as folder,
         RunningServer(options.log, options.model, "--method", options.method) as ours,
         RunningServer(options.log.with_suffix(".plain"), options.model, "--method", "ar") as plain,
-        _transformers(folder, options.log.with_suffix(".transformers")) as (library, name),
+        _transformers(options, folder, options.log.with_suffix(".transformers")) as library,
         _llama_cpp(options, options.log.with_suffix(".llama")) as llama,
     ):
         servers = {
             f"hdtool serve ({options.method})": (ours.url, options.model),
             "hdtool serve (ar)": (plain.url, options.model),
-            "transformers serve": (library, name),
         }
+        if library:
+            servers["transformers serve"] = (library, folder)
         if llama:
             servers["llama-cpp-python, Q4_1"] = (llama, "model")
         rates: dict[tuple[str, int], list[float]] = {}
@@ -178,11 +179,14 @@ async def _rate(url: str, model: str, questions: list[str], at_once: int) -> tup
 
 
 @contextmanager
-def _transformers(folder: str, log: Path) -> Iterator[tuple[str, str]]:
+def _transformers(options: argparse.Namespace, folder: str, log: Path) -> Iterator[str | None]:
+    if not options.transformers:
+        yield None
+        return
     port = _free_port()
     command = [str(Path(sys.executable).parent / "transformers"), "serve", "--port", str(port), "--device", "cpu"]
     with _started([*command, "--dtype", "float32"], log, port):
-        yield f"http://localhost:{port}/v1", folder
+        yield f"http://localhost:{port}/v1"
 
 
 @contextmanager
@@ -227,6 +231,7 @@ def main() -> None:
     parser.add_argument("part", choices=[part.__name__ for part in (streams, peers)])
     parser.add_argument("--model", required=True)
     parser.add_argument("--at-once", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4])
+    parser.add_argument("--transformers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--llama-cpp", help="A Python with llama-cpp-python[server].")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

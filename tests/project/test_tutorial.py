@@ -29,7 +29,7 @@ OCCASIONAL = ("preparing the drafter for this machine", "compiled forward passes
 
 def steps_of(page: str) -> Iterator[tuple[str, str]]:
     """Commands and what the page shows of their output."""
-    for block in re.findall(r"^```console\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+    for _, block in re.findall(r"^(`{3,})console\n(.*?)^\1$", page, re.DOTALL | re.MULTILINE):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, *rest = re.split(r"^> ?(.*)\n", part, flags=re.MULTILINE)
             first, _, output = command.partition("\n")
@@ -50,8 +50,8 @@ def comparable(output: str) -> list[str]:
 
 
 def test_commands_are_found_with_their_output() -> None:
-    page = "```console\n$ echo a \\\n>   b\na b\n$ true\n```\n```\n$ not this\n```\n"
-    assert list(steps_of(page)) == [("echo a \\\n  b", "a b\n"), ("true", "")]
+    page = "```console\n$ echo a \\\n>   b\na b\n$ true\n```\n```\n$ not this\n```\n````console\n$ cat\n```\n````\n"
+    assert list(steps_of(page)) == [("echo a \\\n  b", "a b\n"), ("true", ""), ("cat", "```\n")]
 
 
 @pytest.mark.exhaustive  # minutes of a real model
