@@ -301,6 +301,7 @@ class Generator:
         if target is None or target.model is not model or (target.device, target.dtype, target.vocabulary) != identity:
             self._target = target = None  # frees the old cache first
             self._target = target = Target(model)
+            target.compile()  # succeeds for models that ``load`` returned for a CPU
             self._drafters.clear()
         return target
 
