@@ -16,8 +16,8 @@ from hdtool.data.input_files import find_inputs
 from hdtool.data.notes import tell
 from hdtool.data.progress import count_of
 from hdtool.runtime.config.building import SetupConfig
-from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.settings import Panel, option_of
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.config.settings import Panel, Settings, option_of
 
 if TYPE_CHECKING:
     from hdtool.builders.setup.stages import SetupPlan, Stages
@@ -37,6 +37,7 @@ def setup(
     ] = None,
     chat: options.Chat = None,
     settings: SetupConfig,
+    sampling: Annotated[SamplingConfig, without("stop")],
     named: Annotated[
         ModelConfig,
         without("device_map", "generation_config").described(model=options.REQUIRED_MODEL_HELP).as_argument(),
@@ -53,9 +54,8 @@ def setup(
 ) -> None:
     """Build stores from logs and measure what they bring.
 
-    Holds a part of the logged conversations out, builds a model store from the others and, with --corpus, a corpus
-    index, measures forward passes, replays the held-out part, answers some of its prompts with and without drafts, and
-    prints a verdict with advice. The same command continues an interrupted set-up.
+    Holds some conversations out, builds stores from the others, predicts the speed, answers held-out prompts with and
+    without drafts, and prints a verdict. The same command continues an interrupted set-up.
     """
     require_model("setup", named.model)
     if corpus and more_logs:
@@ -70,7 +70,7 @@ def setup(
     from hdtool.runtime.weights.checkpoint_identity import name_in_words
 
     quiet_libraries(quiet=quiet)
-    plan = SetupPlan(log_files, corpus_files, named, settings, chat, replace=replaced)
+    plan = SetupPlan(log_files, corpus_files, named, settings, sampling, chat, replace=replaced)
     folder = WorkFolder(name_in_words(named.name), plan.identity, [str(path) for path in log_files])
     folder.load()
     stages = Stages(plan, folder)
@@ -87,16 +87,16 @@ def setup(
             tell(f"{numbers[name]}/{len(numbers)} {stages.titles()[name]}{done}")
 
         stages.run(show)
-        verdict = Verdict(named.name, folder.stages, _options(named))
+        verdict = Verdict(named.name, folder.stages, (*_options(named), *_options(sampling)), sampling)
     print(json.dumps(verdict.to_json(), ensure_ascii=False) if as_json else "\n".join(verdict.lines()))
     tell(f"kept in {folder.path}: {folder.held_out.name} holds the conversations that no store has")
 
 
-def _options(model: ModelConfig) -> tuple[str, ...]:
-    """Return the options for all settings in ``model`` that differ from their defaults, except ``--model`` itself."""
+def _options(settings: Settings) -> tuple[str, ...]:
+    """Return the options for all ``settings`` that differ from their defaults, except ``--model``."""
     typed: list[str] = []
-    for one in fields(model):
-        value = getattr(model, one.name)
+    for one in fields(settings):
+        value = getattr(settings, one.name)
         if one.name != "model" and value != one.default:
             flag = f"--{option_of(one).replace('_', '-')}"
             switch = flag if value else flag.replace("--", "--no-", 1)

@@ -11,7 +11,7 @@ from typing import Any
 
 from hdtool.builders.evaluation.bench import Bench
 from hdtool.builders.evaluation.bench_plan import ContenderFactory, warm_up_questions
-from hdtool.builders.evaluation.contenders import Contender, DraftingContender
+from hdtool.builders.evaluation.contenders import DraftingContender
 from hdtool.builders.evaluation.experiment import identical
 from hdtool.builders.evaluation.scores import mean_speed, timings_of
 from hdtool.builders.evaluation.timing import doubt
@@ -46,6 +46,7 @@ def answer_prompts(
     loaded: Loaded,
     store_set: StoreSet,
     model: ModelConfig,
+    sampling: SamplingConfig,
     prompts: Sequence[Prompt],
     max_prompts: int,
     max_new_tokens: int,
@@ -60,7 +61,7 @@ def answer_prompts(
     decoding = with_model_drafters(DecodeConfig(max_new_tokens=max_new_tokens), loaded, folder)
     offered = usable_drafter_methods(decoding, loaded)
     names = (GENERATE_NAME, PLAIN_NAME, DRAFTED_NAME, *offered)
-    contenders = ContenderFactory(loaded, store_set, model, decoding, SamplingConfig()).contenders(names)
+    contenders = ContenderFactory(loaded, store_set, model, decoding, sampling).contenders(names)
     bench = Bench(loaded, contenders, max_new_tokens, chat)
     questions = [prompt for prompt in prompts if bench.fits(prompt)][:max_prompts]
     if not questions:
@@ -77,14 +78,15 @@ def answer_prompts(
         ):
             answers.append(answered)
             progress.advance()
-    compared = tuple(name for name in contenders if name != GENERATE_NAME or model.activations != INT8)
+    compares_generate = sampling.is_greedy and model.activations != INT8
+    compared = tuple(name for name in contenders if name != GENERATE_NAME or compares_generate)
     different = [
         prompt
         for prompt, by_method in zip(questions, answers, strict=True)
         if not identical([by_method[name] for name in compared if name in by_method])
     ]
     by_name = {name: [by_method[name] for by_method in answers if name in by_method] for name in contenders}
-    drafting = [contender for name, contender in contenders.items() if name in (DRAFTED_NAME, *offered)]
+    drafting = [one for name, one in contenders.items() if isinstance(one, DraftingContender) and name != PLAIN_NAME]
     return {
         "tokens_per_second": {name: mean_speed(answered) for name, answered in by_name.items()},
         "doubt": doubt(timings_of(by_name)),
@@ -98,10 +100,10 @@ def answer_prompts(
         },
         "prompts": len(questions),
         # Prompts for which all methods gave the same tokens. With 8-bit activations, transformers is not compared,
-        # because it does not round activations.
+        # because it does not round activations; when sampling, because it draws tokens differently.
         "identical": len(questions) - len(different),
         # Other prompts whose differences are explained by rounding.
-        "near_ties": sum(_is_near_tie(loaded, drafting, prompt, max_new_tokens, chat) for prompt in different),
+        "near_ties": sum(_is_near_tie(drafting, prompt, chat) for prompt in different),
     }
 
 
@@ -109,14 +111,12 @@ def _tokens_per_step(answers: Sequence[dict[str, AnsweredQuestion]], name: str) 
     return fmean(tokens for by_method in answers for tokens in by_method[name].step_tokens)
 
 
-def _is_near_tie(
-    loaded: Loaded, drafting: Sequence[Contender], prompt: Prompt, max_new_tokens: int, chat: bool | None
-) -> bool:
+def _is_near_tie(drafting: Sequence[DraftingContender], prompt: Prompt, chat: bool | None) -> bool:
     """Return True if rounding explains every difference between the methods' answers to the prompt."""
-    ids = encode_conversation(loaded.tokenizer, prompt.messages, chat=chat, tools=prompt.tools)
     for contender in drafting:
-        assert isinstance(contender, DraftingContender)
-        verifier = Verifier(loaded, SamplingConfig(), contender.new_drafter(), max_new_tokens)
+        loaded = contender.loaded
+        ids = encode_conversation(loaded.tokenizer, prompt.messages, chat=chat, tools=prompt.tools)
+        verifier = Verifier(loaded, contender.sampling, contender.new_drafter(), contender.max_new_tokens)
         check = verifier.check(prompt.id, ids, prompt.grammar)
         if not all(explanation.near_tie for explanation in verifier.explain(check.differences)):
             return False

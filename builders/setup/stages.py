@@ -44,7 +44,7 @@ from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config.building import SetupConfig
 from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.measuring import CostConfig
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compiling
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.kernels.machine import device_name, dtype_name, machine
@@ -69,6 +69,7 @@ class SetupPlan:
     corpus: Sequence[Path]
     model: ModelConfig
     config: SetupConfig
+    sampling: SamplingConfig
     chat: bool | None = None
     replace: bool = False
     """True if stores that another command built may be replaced."""
@@ -83,7 +84,7 @@ class SetupPlan:
         all_depend_on = [
             repr(part) for part in (self.model, self.chat, _file_states(self.corpus), self.config.rankings)
         ]
-        answers = [repr(part) for part in (self.config.limit, self.config.max_new_tokens)]
+        answers = [repr(part) for part in (self.config.limit, self.config.max_new_tokens, self.sampling)]
         return {stage: [*all_depend_on, *(answers if stage == "answers" else ())] for stage in MEASUREMENTS}
 
 
@@ -388,6 +389,7 @@ class Stages:
             self._loaded,
             self._store_set,
             self._plan.model,
+            self._plan.sampling,
             prompts,
             number,
             config.max_new_tokens,

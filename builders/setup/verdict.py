@@ -9,6 +9,7 @@ from typing import Any
 
 from hdtool.builders.setup.advice import advice, source_gains
 from hdtool.data.progress import count_of
+from hdtool.runtime.config.model import SamplingConfig
 
 HD_METHOD = "hd"
 MIN_SPEEDUP = 1.05
@@ -30,7 +31,9 @@ class Verdict:
     model: str
     stages: Mapping[str, Mapping[str, Any]]
     options: tuple[str, ...]
-    """Model options as the user typed them, for the next command."""
+    """Options of model and sampling as the user typed them, for the next command."""
+    sampling: SamplingConfig
+    """How the measured answers were sampled."""
 
     @property
     def doubt(self) -> str:
@@ -83,7 +86,10 @@ class Verdict:
         method: Sequence[str] = ("--method", "ar") if self.pays is False else ()
         if self.pays and self.method != HD_METHOD:
             method = self._offered[self.method]["options"]
-        return shlex.join(["hdtool", "generate", "--model", self.model, *self.options, *method]) + ' "..."'
+        return self._command("generate", *method) + ' "..."'
+
+    def _command(self, name: str, *more: str) -> str:
+        return shlex.join(["hdtool", name, "--model", self.model, *self.options, *more])
 
     @property
     def advice(self) -> list[str]:
@@ -94,11 +100,12 @@ class Verdict:
         """Return the figures, verdict, advice and next command as lines of text."""
         replayed, answers = self.stages["replay"], self.stages["answers"]
         speeds = answers["tokens_per_second"]
+        sampled = "" if self.sampling.is_greedy else f" at temperature {self.sampling.temperature:g}"
         return [
             f"expected  {replayed['tokens_per_second']:.1f} tokens/s with hd, "
             f"{replayed['plain_tokens_per_second']:.1f} without drafts{self._times(self.expected)}, "
             f"by replay of {count_of(self.stages['read']['held_out'], 'held-out conversation')}",
-            f"measured  {speeds['hd']:.1f} tokens/s with hd, {speeds['ar']:.1f} without drafts"
+            f"measured  {speeds['hd']:.1f} tokens/s with hd{sampled}, {speeds['ar']:.1f} without drafts"
             f"{self._times(speeds['hd'] / speeds['ar'])}; {speeds['generate']:.1f} by transformers' generate; "
             f"{self._identical()}",
             *(
@@ -121,6 +128,10 @@ class Verdict:
             **{name: passes[name] for name in ("device", "dtype", "threads")},
             **{name: read[name] for name in ("conversations", "held_out")},
             "stores": stores,
+            "sampling": {
+                name: getattr(self.sampling, name)
+                for name in ("temperature", "top_k", "top_p", "repetition_penalty", "seed")
+            },
             "expected": _speeds(replayed["plain_tokens_per_second"], replayed["tokens_per_second"]),
             "measured": {
                 **_speeds(answers["tokens_per_second"]["ar"], answers["tokens_per_second"]["hd"]),
@@ -169,12 +180,12 @@ class Verdict:
 
     def _judged(self) -> str:
         if not self.lossless:
-            return f"NOT lossless: run hdtool verify --model {shlex.quote(self.model)} and report what it prints"
+            return f"NOT lossless: run {self._command('verify')} and report what it prints"
         return f"{self.doubt.removesuffix('.')}, with the same command." if self.doubt else self._paying() + self._few()
 
     def _few(self) -> str:
         prompts = self.stages["answers"]["prompts"]
-        if prompts >= RELIABLE_ANSWERS or self.pays == (self.expected >= MIN_SPEEDUP):
+        if prompts >= RELIABLE_ANSWERS or self.pays == (self.expected >= MIN_SPEEDUP) or not self.sampling.is_greedy:
             return ""
         few = "1 answer is" if prompts == 1 else f"{prompts} answers are"
         return f"; the prediction differs, and {few} few: try --num-prompts {RELIABLE_ANSWERS}"

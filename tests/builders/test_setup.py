@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,8 +19,11 @@ import pytest
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 
+from hdtool.builders.evaluation.contenders import DraftingContender
 from hdtool.builders.evaluation.replay import ReplayedTurn, ReplayResult
-from hdtool.builders.setup import stages
+from hdtool.builders.evaluation.verify import Verifier
+from hdtool.builders.setup import held_out_answers, stages
+from hdtool.builders.setup.held_out_answers import answer_prompts
 from hdtool.builders.setup.held_out_choice import choose_held_out, opening_hash
 from hdtool.builders.setup.replays import Overhead
 from hdtool.builders.setup.stages import Stages
@@ -29,15 +32,21 @@ from hdtool.builders.setup.verdict import Verdict
 from hdtool.builders.setup.work_folder import RESULTS_FILE, WorkFolder
 from hdtool.cli.app import run
 from hdtool.data import demo
+from hdtool.data.answered_questions import Answers
+from hdtool.data.chat import encode_conversation
 from hdtool.data.conversation import Conversation, Turn
 from hdtool.data.errors import RecordError, ResultError
+from hdtool.data.prompts import read_prompts
 from hdtool.data.stores.store_file_names import MANIFEST
 from hdtool.data.stores.store_folder import read_manifest
 from hdtool.runtime.budget import measure_passes
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config.building import MAX_HELD_OUT, HeadsConfig
 from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.target.load import load
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.core.drafter import NoDraft
+from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 from tests.support.heads import random_for
@@ -50,6 +59,7 @@ LOGS = ROOT / "tests" / "support" / "demo_answers.jsonl"
 COMMAND = ["setup", str(demo.MODEL), "--logs", str(LOGS), "--threads", "1", "--num-prompts", "1", "--quiet"]
 ALL_STAGES = ("read", "model_store", "passes", "replay", "answers")
 METHODS = ("_read", "_build_model_store", "_measure_passes", "_replay", "_answer")
+GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=0.7, seed=3)
 
 
 def conversation(asked: str) -> Conversation:
@@ -153,11 +163,11 @@ class TestVerdict:
 
     def verdict(self, **changed: Any) -> Verdict:
         return Verdict(
-            "my model", {**self.STAGES, "answers": {**self.STAGES["answers"], **changed}}, ("--threads", "2")
+            "my model", {**self.STAGES, "answers": {**self.STAGES["answers"], **changed}}, ("--threads", "2"), GREEDY
         )
 
     def replayed(self, **changed: Any) -> Verdict:
-        return Verdict("my model", {**self.STAGES, "replay": {**self.STAGES["replay"], **changed}}, ())
+        return Verdict("my model", {**self.STAGES, "replay": {**self.STAGES["replay"], **changed}}, (), GREEDY)
 
     def test_more_answers_follow_from_the_learning_curve(self) -> None:
         """A doubling brought 2.0 / 1.9, so 5 % take log 1.05 / log (2.0 / 1.9) doublings: 0.951, or 934 answers."""
@@ -183,7 +193,7 @@ class TestVerdict:
         assert any("the corpus brought nothing (2.00 tokens per step without it" in line for line in verdict.advice)
         assert not any("history" in line for line in verdict.advice)
         built = {"corpus_index": {"folder": "home/stores/0123456789abcdef/corpus", "tokens": 1}}
-        named = Verdict("m", {**verdict.stages, **built}, ()).advice
+        named = Verdict("m", {**verdict.stages, **built}, (), GREEDY).advice
         assert any("hdtool stores remove corpus-01234567" in line for line in named)
         assert not any("corpus" in line for line in self.verdict().advice)
         assert any(line.startswith("the history brought 5% more") for line in self.verdict().advice)
@@ -230,11 +240,24 @@ class TestVerdict:
         assert "--num-prompts" not in self.verdict(tokens_per_second=slower, prompts=12, identical=12).lines()[3]
         assert "--num-prompts" not in self.verdict(prompts=2, identical=2).lines()[3]
 
+    def test_sampled_answers_are_called_so_and_may_contradict_the_prediction(self) -> None:
+        slower = {"generate": 15.0, "ar": 20.0, "hd": 19.0}
+        greedy = self.verdict(tokens_per_second=slower, prompts=2, identical=2)
+        found = replace(greedy, sampling=SAMPLED, options=("--temperature", "0.7"))
+        assert "temperature" not in "".join(greedy.lines())
+        assert found.lines()[1].startswith(
+            "measured  19.0 tokens/s with hd at temperature 0.7, 20.0 without drafts: 0.95"
+        )
+        assert "the prediction differs" in greedy.lines()[3] and "the prediction differs" not in found.lines()[3]
+        assert found.next_command == "hdtool generate --model 'my model' --temperature 0.7 --method ar \"...\""
+        sampling = {"temperature": 0.7, "top_k": None, "top_p": None, "repetition_penalty": None, "seed": 3}
+        assert found.to_json()["sampling"] == sampling
+
     @pytest.mark.parametrize("stage", ["passes", "answers"])
     def test_on_a_busy_machine_no_ratio_is_printed(self, stage: str) -> None:
         busy = "No speed-up is stated, because the machine was busy. Measure again on an idle machine."
         stages = {**self.STAGES, stage: {**self.STAGES[stage], "doubt": busy}}
-        verdict = Verdict("m", stages, ())
+        verdict = Verdict("m", stages, (), GREEDY)
         expected, measured, _, judged, *_ = verdict.lines()
         assert expected.startswith("expected  44.0 tokens/s with hd, 22.0 without drafts, by replay of")
         assert measured.startswith("measured  39.0 tokens/s with hd, 20.0 without drafts; 15.0 by transformers'")
@@ -243,14 +266,15 @@ class TestVerdict:
         assert verdict.next_command == 'hdtool generate --model m "..."'
         row = verdict.to_json()
         assert (row["pays"], row["doubt"], row["reason"]) == (None, busy, judged.removeprefix("verdict   "))
-        wrong = Verdict("m", {**stages, "answers": {**stages["answers"], "identical": 1}}, ())
+        wrong = Verdict("m", {**stages, "answers": {**stages["answers"], "identical": 1}}, (), GREEDY)
         assert wrong.pays is False and "NOT lossless" in wrong.lines()[3]
 
     def test_near_ties_are_lossless_and_other_differences_are_not(self) -> None:
         assert self.verdict(identical=3, near_ties=1).pays
         assert "3 of 4 answers identical, 1 differs at near ties" in self.verdict(identical=3, near_ties=1).lines()[1]
         wrong = self.verdict(identical=3)
-        assert not wrong.pays and "NOT lossless" in wrong.lines()[3]
+        assert not wrong.pays
+        assert "NOT lossless: run hdtool verify --model 'my model' --threads 2 and report" in wrong.lines()[3]
 
 
 @pytest.fixture
@@ -285,6 +309,31 @@ def test_drafters_of_a_checkpoint_and_in_its_folder_are_found(
     assert "note: hd+drafter is left out: drafter" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_answers_are_sampled_as_asked(sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers of ``generate``, which draws tokens differently, are not compared when sampling."""
+    loaded, (prompt, *_) = load(ModelConfig(threads=1)), read_prompts(demo.PROMPTS)
+    ids = encode_conversation(loaded.tokenizer, prompt.messages)
+    expected = DraftingContender(loaded, NoDraft(), sampling, 24, NoDraft).answer(ids).output_ids
+    answers: list[list[int]] = []
+    verified: list[SamplingConfig] = []
+
+    def differ(found: Sequence[Answers]) -> bool:
+        answers.extend(one.output_ids[0] for one in found)
+        return False
+
+    def verifier(loaded: Loaded, sampling: SamplingConfig, *rest: Any) -> Verifier:
+        verified.append(sampling)
+        return Verifier(loaded, sampling, *rest)
+
+    monkeypatch.setattr(held_out_answers, "identical", differ)
+    monkeypatch.setattr(held_out_answers, "Verifier", verifier)
+    found = answer_prompts(loaded, StoreSet(), ModelConfig(), sampling, [prompt], 1, 24, None)
+    compared = found["tokens_per_second"].keys() - (() if sampling.is_greedy else {"generate"})
+    assert answers == len(compared) * [expected]
+    assert verified and set(verified) == {sampling} and found["near_ties"] == 1
+
+
 @pytest.mark.usefixtures("quick")
 class TestCommand:
     def test_from_logs_to_a_verdict(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,6 +350,28 @@ class TestCommand:
         again = capsys.readouterr()
         assert json.loads(again.out) == found, "nothing is measured twice"
         assert again.err.count("done before") == len(ALL_STAGES)
+        assert run([*COMMAND, "--max-new-tokens", "16", "--json", "--temperature", "0.7", "--seed", "3"]) == 0
+        printed = capsys.readouterr()
+        sampled = json.loads(printed.out)
+        assert printed.err.count("done before") == len(ALL_STAGES) - 1, "only the answers depend on the temperature"
+        assert sampled["lossless"] and sampled["sampling"] == {**found["sampling"], "temperature": 0.7, "seed": 3}
+        assert " --threads 1 --temperature 0.7 --seed 3 " in sampled["next"]
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            (["--temperature", "-1"], "error: --temperature must be 0 (greedy) or more, got -1.0\n"),
+            (["--temperature", "nan"], "error: --temperature must be 0 (greedy) or more, got nan\n"),
+            (["--top-p", "0.9"], "error: --top-p has no effect with greedy decoding: set --temperature above 0"),
+        ],
+    )
+    def test_impossible_sampling_is_refused_before_anything_is_written(
+        self, options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run([*COMMAND, *options]) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith(said) and printed.count("\n") == 1
+        assert not (tmp_path / "home").exists()
 
     @pytest.mark.parametrize("stopped", ALL_STAGES)
     def test_it_goes_on_where_it_stopped(
@@ -445,6 +516,9 @@ class TestCommand:
         for options, expected in (
             (["--num-prompts", "2"], ["answers"]),
             (["--max-new-tokens", "8"], ["answers"]),
+            (["--temperature", "0.7"], ["answers"]),
+            (["--temperature", "0.7"], []),
+            (["--temperature", "0.7", "--top-p", "0.9"], ["answers"]),
             (["--dtype", "bfloat16"], list(ALL_STAGES[2:])),
             (["--corpus", str(corpus)], list(ALL_STAGES[2:])),
             ([], list(ALL_STAGES[2:])),

@@ -13,7 +13,7 @@ from hdtool.builders.setup.held_out_answers import answer_prompts
 from hdtool.cli.app import run as command
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.compiled_support import may_be_compiled
 from hdtool.runtime.kernels.linear_layers import CompiledLinear
@@ -101,7 +101,7 @@ def test_the_answers_of_generate_may_differ(tmp_path: Path, capfd: pytest.Captur
     assert "in float32, activations in int8, 3 questions" in " ".join(shown.split())
     assert "\ngenerate does not round activations: its answers may differ" in shown
     config = ModelConfig(file, device="cpu", activations="int8")
-    found = answer_prompts(load(config), StoreSet(), config, read_prompts(prompts), 3, 24, None)
+    found = answer_prompts(load(config), StoreSet(), config, SamplingConfig(), read_prompts(prompts), 3, 24, None)
     assert (found["prompts"], found["identical"], found["near_ties"]) == (3, 3, 0)
 
 
