@@ -166,7 +166,7 @@ class Stages:
         ]
         if self._plan.config.rankings and not _has_rankings(stores):
             stages.append(STORE_STAGES[MODEL])
-        if "answers" in self._folder.stages and doubted(self._folder.stages):
+        if doubted(self._folder.stages):
             stages += MEASUREMENTS
         return stages
 

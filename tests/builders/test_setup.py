@@ -455,6 +455,15 @@ class TestCommand:
             assert "drafting pays: 1.95 times" in capsys.readouterr().out
         assert measured == 2 * ["passes", "replay", "answers"], "times that are sound are kept"
 
+    def test_passes_of_a_busy_machine_are_measured_again_for_other_answers(
+        self, measured: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as busy:
+            busy.setitem(TestVerdict.STAGES["passes"], "doubt", "No speed-up is stated, because of others.")
+            assert run(COMMAND) == 0
+        assert run([*COMMAND, "--temperature", "0.7"]) == 0
+        assert measured == 2 * ["passes", "replay", "answers"]
+
     @pytest.mark.long
     def test_rankings_stay_when_answers_join_them_and_can_be_added(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
