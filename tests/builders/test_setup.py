@@ -336,7 +336,18 @@ def test_answers_are_sampled_as_asked(sampling: SamplingConfig, monkeypatch: pyt
 
 @pytest.mark.usefixtures("quick")
 class TestCommand:
-    def test_from_logs_to_a_verdict(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_from_logs_to_a_verdict(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        sampled_with: list[SamplingConfig] = []
+
+        def answered(
+            loaded: Loaded, store_set: StoreSet, model: ModelConfig, sampling: SamplingConfig, *rest: Any
+        ) -> Any:
+            sampled_with.append(sampling)
+            return answer_prompts(loaded, store_set, model, sampling, *rest)
+
+        monkeypatch.setattr(stages, "answer_prompts", answered)
         assert run([*COMMAND, "--max-new-tokens", "16", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert (found["conversations"], found["held_out"]) == (32, 4)
@@ -356,6 +367,7 @@ class TestCommand:
         assert printed.err.count("done before") == len(ALL_STAGES) - 1, "only the answers depend on the temperature"
         assert sampled["lossless"] and sampled["sampling"] == {**found["sampling"], "temperature": 0.7, "seed": 3}
         assert " --threads 1 --temperature 0.7 --seed 3 " in sampled["next"]
+        assert sampled_with == [GREEDY, SAMPLED]
 
     @pytest.mark.parametrize(
         ("options", "said"),
