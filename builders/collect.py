@@ -30,7 +30,7 @@ from hdtool.data.prompts import GrammarKind, Prompt
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.settings import recorded_settings
+from hdtool.runtime.config.settings_base import recorded_settings
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.kernels.topk import topk

@@ -25,7 +25,7 @@ from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.decoding import METHODS, DecodeConfig, GrammarConfig, StoresConfig
 from hdtool.runtime.config.measuring import COST_FILE, PEERS, SHAPES, WARM, BenchConfig, CostConfig, ShapeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.settings import Panel, Use
+from hdtool.runtime.config.settings_base import Panel, Use
 
 if TYPE_CHECKING:
     from hdtool.builders.evaluation.experiment import Figures

@@ -17,7 +17,7 @@ from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store_folder import check_replaceable, refuse_replacing
 from hdtool.runtime.config.building import AMPHISTA, MEDUSA, BuildConfig, HeadsConfig, TrainConfig
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.settings import Panel, Use
+from hdtool.runtime.config.settings_base import Panel, Use
 
 
 def build_model_db(

@@ -17,7 +17,7 @@ from hdtool.data.progress import count_of
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.settings import Panel
+from hdtool.runtime.config.settings_base import Panel
 
 
 def convert(

@@ -16,7 +16,7 @@ from hdtool.data.notes import tell
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.settings import Panel
+from hdtool.runtime.config.settings_base import Panel
 
 if TYPE_CHECKING:
     from hdtool.runtime.answerer import Answerer

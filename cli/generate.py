@@ -24,7 +24,7 @@ from hdtool.data.record_counts import Tally
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.decoding import DecodeConfig, GrammarConfig, RecordingConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.settings import Panel
+from hdtool.runtime.config.settings_base import Panel
 
 
 def collect(

@@ -24,7 +24,7 @@ from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest, Tokeni
 from hdtool.data.stores.store_file_names import holds_history, printable
 from hdtool.data.stores.store_folder import damaged_files, read_store, require_store
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.settings import Panel
+from hdtool.runtime.config.settings_base import Panel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

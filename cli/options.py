@@ -17,7 +17,7 @@ from hdtool.data.errors import OptionError
 from hdtool.runtime.config.decoding import HIERARCHIES
 from hdtool.runtime.config.draft_sources import SOURCE_NAMES
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.settings import RARE, NoEffect, Panel, Settings, Use, option_of
+from hdtool.runtime.config.settings_base import RARE, NoEffect, Panel, Settings, Use, option_of
 
 T = TypeVar("T")
 _types = cache(get_type_hints)

@@ -22,7 +22,7 @@ from hdtool.data.texts_and_traces import Trace, read_traces
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.decoding import READ_LOGITS, TAKE_HISTORY, ReplayConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.settings import Panel, Use
+from hdtool.runtime.config.settings_base import Panel, Use
 
 if TYPE_CHECKING:
     from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader

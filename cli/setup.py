@@ -17,7 +17,7 @@ from hdtool.data.notes import tell
 from hdtool.data.progress import count_of
 from hdtool.runtime.config.building import SetupConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.settings import Panel, Settings, option_of
+from hdtool.runtime.config.settings_base import Panel, Settings, option_of
 
 if TYPE_CHECKING:
     from hdtool.builders.setup.stages import SetupPlan, Stages

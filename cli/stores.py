@@ -42,7 +42,7 @@ from hdtool.data.stores.stores_at_home import (
 )
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.settings import Panel, Use
+from hdtool.runtime.config.settings_base import Panel, Use
 
 if TYPE_CHECKING:
     from hdtool.runtime.stores.corpus_index import CorpusIndex

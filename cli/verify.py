@@ -14,7 +14,7 @@ from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config.decoding import DecodeConfig, GrammarConfig, StoresConfig, VerifyConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.settings import Panel
+from hdtool.runtime.config.settings_base import Panel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

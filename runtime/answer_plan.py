@@ -22,8 +22,8 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sampler import Criterion, Sampler
 from hdtool.runtime.core.sequence import Key, Request, room_for
+from hdtool.runtime.generation.generation_settings import NO_SETTINGS, refuse_settings
 from hdtool.runtime.generation.grammar import GrammarCompiler, Guide, guided_drafter, masks_of
-from hdtool.runtime.generation.settings import NO_SETTINGS, refuse_settings
 from hdtool.runtime.generation.text_stream import TextStream
 from hdtool.runtime.target.load import Loaded
 

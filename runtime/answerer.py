@@ -22,8 +22,8 @@ from hdtool.runtime.core.session import Session
 from hdtool.runtime.dialogues import Dialogue, Dialogues
 from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.drafter_factory import compile_ahead, drafters_for
+from hdtool.runtime.generation.generation_settings import refuse_settings
 from hdtool.runtime.generation.grammar import Guide
-from hdtool.runtime.generation.settings import refuse_settings
 from hdtool.runtime.kernels.compile_process import DRAFTER, is_compiling
 from hdtool.runtime.streamed_answer import Answer
 from hdtool.runtime.target.load import load

@@ -44,7 +44,7 @@ from hdtool.runtime.config.decoding import METHODS, DecodeConfig, StoresConfig, 
 from hdtool.runtime.config.draft_sources import SOURCE_LETTERS
 from hdtool.runtime.config.measuring import LLAMA_CPP, OTHER_FILE, PEERS, WITHOUT_GRAMMARS, BenchConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.settings import recorded_settings
+from hdtool.runtime.config.settings_base import recorded_settings
 from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compiling
 from hdtool.runtime.drafters.trained_methods import methods_with_drafters
 from hdtool.runtime.kernels.linear_layers import has_compiled_layers, share_weights

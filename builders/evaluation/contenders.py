@@ -21,8 +21,8 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish, room_for
 from hdtool.runtime.drafters.drafter_factory import DrafterMaker
+from hdtool.runtime.generation.generation_settings import refuse_settings
 from hdtool.runtime.generation.grammar import Guide, masks_of
-from hdtool.runtime.generation.settings import refuse_settings
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.model.transformers_internals import cache_in
 from hdtool.runtime.stores.history_store import History

@@ -18,7 +18,7 @@ from hdtool.runtime.config.draft_sources import (
     STORE_LETTERS,
     plugins,
 )
-from hdtool.runtime.config.settings import Panel, Settings, Use, rare_setting, require, setting
+from hdtool.runtime.config.settings_base import Panel, Settings, Use, rare_setting, require, setting
 
 
 class Method(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hdtool.runtime.config.decoding import METHODS, NEED_LOGITS, TRAINED
-from hdtool.runtime.config.settings import Panel, Settings, rare_setting, require, setting
+from hdtool.runtime.config.settings_base import Panel, Settings, rare_setting, require, setting
 
 PEERS = {
     "generate": "transformers' own model.generate",

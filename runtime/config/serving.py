@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hdtool.runtime.config.budgets import LARGEST_BUDGET
 from hdtool.runtime.config.decoding import HISTORIES, HISTORY_HELP, MEMORY, NO_HISTORY
-from hdtool.runtime.config.settings import Panel, Settings, rare_setting, require, setting
+from hdtool.runtime.config.settings_base import Panel, Settings, rare_setting, require, setting
 
 TEXT, JSON_LINES = "text", "json"
 LOG_FORMATS = (TEXT, JSON_LINES)

@@ -18,7 +18,7 @@ import torch
 from transformers import MaxLengthCriteria
 
 from hdtool.data.errors import OptionError
-from hdtool.runtime.generation.settings import refused_setting
+from hdtool.runtime.generation.generation_settings import refused_setting
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.model.transformers_internals import CACHE_NAMES, cache_in, is_own_cache
 from hdtool.runtime.stores.token_log import MAX_MATCHES

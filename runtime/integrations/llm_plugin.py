@@ -30,7 +30,7 @@ from hdtool.data.prompts import Grammar, Message, Prompt
 from hdtool.data.row_readers import RowError, decode_utf8, parse_json
 from hdtool.runtime.config.decoding import METHODS, DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.settings import Settings
+from hdtool.runtime.config.settings_base import Settings
 
 if TYPE_CHECKING:
     from hdtool.runtime.answerer import Answerer

@@ -19,7 +19,7 @@ from hdtool.data.notes import note
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config.model import BLOCKS, DEVICES, INT8, ModelConfig
 from hdtool.runtime.engines.capture import never
-from hdtool.runtime.generation.settings import generation_settings
+from hdtool.runtime.generation.generation_settings import generation_settings
 from hdtool.runtime.kernels.compile_process import core_left_free
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear_layers import compile_linear_layers

@@ -18,7 +18,7 @@ from hdtool.cli.app import COMMAND_SECTIONS, VLLM_COMMAND, app, run
 from hdtool.cli.command import SCREEN_LINES, refuse_without_effect, use_of
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config.decoding import HIERARCHIES, METHODS, NEED_LOGITS, DecodeConfig, StoresConfig
-from hdtool.runtime.config.settings import Panel
+from hdtool.runtime.config.settings_base import Panel
 from hdtool.runtime.drafters import drafter_factory
 
 VALUES = {

@@ -20,7 +20,7 @@ from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.generation.settings import REFUSED_SETTINGS, generation_settings
+from hdtool.runtime.generation.generation_settings import REFUSED_SETTINGS, generation_settings
 from hdtool.runtime.target.load import Loaded, load
 from tests.support.decoding import answers_of
 

@@ -25,7 +25,7 @@ from hdtool.runtime.integrations.vllm import answer_collector
 from hdtool.runtime.integrations.vllm.answer_collector import appends_history
 from hdtool.runtime.integrations.vllm.launch import Launch
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
-from hdtool.runtime.integrations.vllm.settings import VllmSettings
+from hdtool.runtime.integrations.vllm.worker_settings import VllmSettings
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_ring import create_if_new
 from hdtool.runtime.stores.history_store import History, HistoryStore

@@ -23,7 +23,7 @@ from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.serving import ServerConfig
 from hdtool.runtime.core.sampler import compile_sampling
 from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compiling
-from hdtool.runtime.generation.settings import refuse_settings
+from hdtool.runtime.generation.generation_settings import refuse_settings
 from hdtool.runtime.integrations.server.app import API_KEY_VARIABLE, ApiKeys, Server, TimedProtocol
 from hdtool.runtime.integrations.server.body_reader import MIB
 from hdtool.runtime.integrations.server.request_preparation import Preparer

@@ -23,7 +23,7 @@ from hdtool.data.stores.tenant import Tenant, has_stores
 from hdtool.runtime.config.decoding import HOME, StoresConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.serving import VllmConfig
-from hdtool.runtime.integrations.vllm.settings import CUSTOM_CLASS_METHOD, PROPOSER, VllmSettings
+from hdtool.runtime.integrations.vllm.worker_settings import CUSTOM_CLASS_METHOD, PROPOSER, VllmSettings
 from hdtool.runtime.stores.store_opener import StoreOpener
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import served_checkpoint

@@ -17,7 +17,7 @@ from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.integrations.vllm.answer_collector import appends_history
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.integrations.vllm.cpu_repairs import repair_sampling
-from hdtool.runtime.integrations.vllm.settings import VllmSettings
+from hdtool.runtime.integrations.vllm.worker_settings import VllmSettings
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_opener import StoreOpener
 from hdtool.runtime.target.load import load_tokenizer
