@@ -81,9 +81,9 @@ class Slot:
             self.hidden = [torch.cat(self.hidden)[:length]] if length else []
         self.tree = None
 
-    def begin_reading(self) -> None:
+    def begin_prefill(self) -> None:
         """Mark the states as being updated by a pass over further tokens; ``extend`` ends the update."""
-        self.kept.begin_reading(self.length)
+        self.kept.begin_prefill(self.length)
 
     def extend(self, tokens: Sequence[int], hidden: torch.Tensor | None) -> None:
         """Append accepted tokens that a pass has read, and their hidden states if these are recorded."""

@@ -189,7 +189,7 @@ class KeptStates:
     def cut(self, length: int) -> None:
         """Go back to the states after ``length`` tokens."""
 
-    def begin_reading(self, length: int) -> None:
+    def begin_prefill(self, length: int) -> None:
         """Note that a pass begins to update the states after ``length`` tokens."""
 
     def end_reading(self, length: int) -> None:
@@ -265,7 +265,7 @@ class SlotStates(KeptStates):
         elif self._length > length:
             self._length = -1
 
-    def begin_reading(self, length: int) -> None:
+    def begin_prefill(self, length: int) -> None:
         assert self._length == length, "the states are those of another length"
         self._length = -1
 

@@ -63,7 +63,7 @@ class Backend:
         """Return the number of positions per slot to allocate if ``needed`` are, for a context of this length."""
         return needed
 
-    def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:
+    def prefill(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:
         """Append tokens to a slot; return the logits ``[1, vocabulary]`` after the last token.
 
         If this returns None, the slot may already have some of the tokens.
@@ -89,7 +89,7 @@ class StockBackend(Backend):
     def allocate(self, slots: int, capacity: int) -> Cache:
         raise NotImplementedError
 
-    def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor:
+    def prefill(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor:
         raise NotImplementedError
 
     def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
@@ -153,7 +153,7 @@ class BackendEngine:
             cache.reserve(needed, self._run(lambda backend: backend.capacity_for(needed, end, slots)))
         sequence = cache.slots[slot]
         sequence.cut(start)
-        logits = self._run(lambda backend: backend.read(tokens[sequence.length - start :], sequence))
+        logits = self._run(lambda backend: backend.prefill(tokens[sequence.length - start :], sequence))
         if self.captures or len(cache.slots) > 1:
             sequence.kv.clear_from(end)  # these passes read beyond the context
         return Verified(logits, sequence.all_hidden(), slot=sequence)

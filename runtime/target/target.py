@@ -169,7 +169,7 @@ class Target(BackendEngine):
         if self.processes > 1 or (self._first_logits is not None and not goes_on):
             return False
         with self.log.unchanged():
-            logits = self.stock_passes.read(some_context(1, self.config.vocab_size), self.allocate(1, 1).slots[0])
+            logits = self.stock_passes.prefill(some_context(1, self.config.vocab_size), self.allocate(1, 1).slots[0])
         before, self._first_logits = self._first_logits, logits.clone()
         if before is None or bool((distances(logits, before) <= tolerance_of(self.dtype)).all()):
             return False

@@ -93,7 +93,7 @@ def test_a_library_pass_goes_on_from_compiled_ones() -> None:
     one.commit([0, 2])
     read = [*prompt[:30], *tokens_to(BUSH, 2), *prompt[30:]]
     with torch.inference_mode():
-        target.stock_passes.read(read[one.length :], one.cache.slots[0])
+        target.stock_passes.prefill(read[one.length :], one.cache.slots[0])
     assert_same_logits(one.verify(BUSH)[0], plain_logits(target.model, [*read, 3]))
 
 

@@ -98,21 +98,21 @@ class CompiledModel(Backend):
         """Return a context manager within which passes compute only the first layer."""
         return self.table.first_layer_alone()
 
-    def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:
+    def prefill(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:
         """Append tokens to a slot in chunks; after None, the slot has only the chunks that could be computed."""
         passes, logits = self._passes_for(1), None
         for first in range(0, len(tokens), PROMPT_CHUNK):
             chunk, started = tokens[first : first + PROMPT_CHUNK], time.perf_counter()
             if slot.states:
                 self._begin(slot)
-                slot.begin_reading()
-            read = passes.read(slot.kv, chunk)
-            if read is None:
+                slot.begin_prefill()
+            prefilled = passes.prefill(slot.kv, chunk)
+            if prefilled is None:
                 slot.extend((), None)
                 return None
             self._add(passes, started)
-            slot.extend(chunk, read.hidden)
-            logits = read.logits
+            slot.extend(chunk, prefilled.hidden)
+            logits = prefilled.logits
         return logits
 
     def _begin(self, slot: Slot) -> None:

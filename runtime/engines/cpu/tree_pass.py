@@ -165,7 +165,7 @@ class TreePass:
         maxima = self._maxima[first : first + rows] if options.wants_maxima else None
         return Verified(self._view(first, rows), self._hidden(first, rows), walk, maxima=maxima)
 
-    def read(self, kv: StaticKVCache, tokens: Sequence[int]) -> Verified | None:
+    def prefill(self, kv: StaticKVCache, tokens: Sequence[int]) -> Verified | None:
         """Append at most ``PROMPT_CHUNK`` tokens to a sequence; return the logits after the last token.
 
         Return None if the engine can't compute the pass.

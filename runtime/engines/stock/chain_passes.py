@@ -36,8 +36,8 @@ class ChainPasses(StockBackend):
         return ReplayCache(self._facts.replaced, slots)
 
     @torch.inference_mode()
-    def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor:
-        slot.begin_reading()
+    def prefill(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor:
+        slot.begin_prefill()
         logits, hidden = self._pass(slot, tokens, 1)
         slot.extend(tokens, None if hidden is None else hidden[-len(tokens) :])
         return logits

@@ -29,13 +29,13 @@ class TreePasses(StockBackend):
     def allocate(self, slots: int, capacity: int) -> Cache:
         return Cache(self._facts.shapes, slots, capacity, self._facts.state_shapes)
 
-    def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor:
+    def prefill(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor:
         stock, first = self._stock, slot.length
         # A whole prompt needs no mask: the model makes its own, or uses a causal kernel.
         mask = stock.masks.continuation_mask(len(tokens), first) if first else None
         positions = range(first, first + len(tokens))
         cache = slot.view(len(tokens))
-        slot.begin_reading()
+        slot.begin_prefill()
         option = stock.last_of_all if stock.hidden.is_watched else stock.last_only
         logits = stock.forward([list(tokens)], [positions], mask, cache, **option)[0, -1:]
         slot.extend(tokens, stock.hidden.slot_rows(0, len(tokens)))
