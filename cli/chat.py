@@ -23,7 +23,7 @@ def chat(
     decoding: Annotated[DecodeConfig, without("batch_size", max_new_tokens=1024)],
     stores: Annotated[StoresConfig, without("namespace")],
     sampling: SamplingConfig,
-    stats: options.Stats = False,
+    stats: options.ShowStats = False,
     show_drafts: options.ShowDrafts = False,
 ) -> None:
     """Hold a conversation with a language model.

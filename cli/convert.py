@@ -62,7 +62,7 @@ DEFAULT_LIMIT = 10_000_000
 """Maximum number of corpus tokens that SGLang accepts by default."""
 EXAMPLE_NODES = 8
 """Draft tokens from the corpus in the printed command. SGLang requires this number; the default total is 11."""
-Target = Annotated[
+TargetFormat = Annotated[
     str,
     Option(
         Panel.OUTPUT,
@@ -79,7 +79,7 @@ DRAFTING = without("max_new_tokens", "batch_size").without_effect(
 
 def export(
     *,
-    to: Target = TRANSFORMERS,
+    to: TargetFormat = TRANSFORMERS,
     out: Annotated[Path, Option(Panel.OUTPUT, "The new folder, or SGLang's new file.")],
     loading: Annotated[
         ModelConfig, only("model", "gguf_file", "revision").described(model=options.REQUIRED_MODEL_HELP).as_argument()

@@ -87,7 +87,7 @@ def _build_command(loading: ModelConfig, answers: Path) -> str:
 def generate(
     *,
     text: options.PromptText = None,
-    prompt: options.Prompt = None,
+    prompt: options.PromptOption = None,
     prompts: options.Prompts = None,
     prediction: options.Prediction = None,
     system: options.System = None,
@@ -98,7 +98,7 @@ def generate(
     structure: GrammarConfig,
     tools: options.Tools = None,
     loading: Annotated[ModelConfig, without().as_argument()],
-    stats: options.Stats = False,
+    stats: options.ShowStats = False,
     show_drafts: options.ShowDrafts = False,
     as_json: options.Json = False,
 ) -> int:

@@ -143,7 +143,7 @@ PromptText = Annotated[
         help="Prompt to answer; MODEL before it is optional. - reads standard input, the default without --prompts.",
     ),
 ]
-Prompt = Annotated[str | None, Option(Panel.INPUT, "Text to answer, which may begin with a dash.")]
+PromptOption = Annotated[str | None, Option(Panel.INPUT, "Text to answer, which may begin with a dash.")]
 System = Annotated[str | None, Option(Panel.INPUT, "System message before the conversation.")]
 Prompts = Annotated[
     Path | None, Option(Panel.INPUT, "File of prompts, or of conversations in any form. Text has one on each line.")
@@ -209,7 +209,7 @@ Namespace = Annotated[
         use=Use(rare=True, no_effect=lambda given: given["out"] is not None and "with --out, which names the folder"),
     ),
 ]
-Stats = Annotated[
+ShowStats = Annotated[
     bool,
     Option(
         Panel.OUTPUT,

@@ -48,7 +48,7 @@ MAX_DIRECT_ROWS = 4
 """Maximum input rows that a tile reads in place; more rows are interleaved vector by vector."""
 
 
-Body = Callable[[Any, list[Expand], list[Any]], Sequence[Any]]
+LoopBody = Callable[[Any, list[Expand], list[Any]], Sequence[Any]]
 """Generates a loop body from the column, an expander per matrix row and the current values; returns the next values."""
 
 
@@ -68,7 +68,7 @@ class Numbers:
         """Return the byte offset of a column in a matrix row."""
         return self.stride(column)
 
-    def loop(self, rows: Sequence[Any], columns: Any, carried: Sequence[Any], body: Body) -> list[Any]:
+    def loop(self, rows: Sequence[Any], columns: Any, carried: Sequence[Any], body: LoopBody) -> list[Any]:
         """Generate a loop over the columns of several matrix rows; return the final values of ``carried``."""
 
         def step(column: Any, values: list[Any]) -> Sequence[Any]:
@@ -107,7 +107,7 @@ class _Packed:
         block = self.code.builder.udiv(column, INDEX(self.format.block_size))
         return self.code.builder.mul(block, INDEX(self.format.bytes))
 
-    def loop(self, rows: Sequence[Any], columns: Any, carried: Sequence[Any], body: Body) -> list[Any]:
+    def loop(self, rows: Sequence[Any], columns: Any, carried: Sequence[Any], body: LoopBody) -> list[Any]:
         """Generate a loop over the blocks of several matrix rows; return the final values of ``carried``.
 
         If a format's scales are computed ahead, an extra loop computes them for each ``SCALED_COLUMNS`` columns.

@@ -18,7 +18,7 @@ import torch
 from hdtool.runtime.weights.stored_pieces import Piece
 from hdtool.runtime.weights.weight_store import StoredWeight
 
-Numbers = npt.NDArray[np.float64]
+Doubles = npt.NDArray[np.float64]
 Convert = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 """Function that makes a parameter from the contents of its pieces."""
 FIRST, STEP = 7, 3
@@ -98,7 +98,7 @@ def _column_numbers(pieces: Sequence[Piece], whole: bool) -> list[torch.Tensor]:
     return numbers
 
 
-def _is_in_order(by_column: Numbers, width: int) -> bool:
+def _is_in_order(by_column: Doubles, width: int) -> bool:
     return by_column.shape[-1] == width and bool((by_column == FIRST + STEP * np.arange(width)).all())
 
 

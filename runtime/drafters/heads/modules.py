@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape, extent_for
 from hdtool.runtime.config.building import HeadsConfig
-from hdtool.runtime.drafters.trained.module_parts import Norm
+from hdtool.runtime.drafters.trained.module_parts import CastingNorm
 
 Indices = slice | torch.Tensor
 AttentionInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -28,7 +28,7 @@ AttentionInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 NORM_EPSILON = 1e-6
 ROTARY_BASE = 10_000.0
 
-Rotary = tuple[torch.Tensor, torch.Tensor]
+RotaryTable = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor], AttentionInputs]
 
 
@@ -51,7 +51,7 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm = Norm(width, NORM_EPSILON)
+        self.norm = CastingNorm(width, NORM_EPSILON)
         self.read = nn.Linear(width, 3 * width, bias=False)
         self.write = nn.Linear(width, width, bias=False)
         nn.init.zeros_(self.write.weight)
@@ -79,20 +79,20 @@ class AdaptationLayer(nn.Module):
         super().__init__()
         width = shape.width
         if sampled_token:
-            self.token_norm = Norm(shape.embedding, NORM_EPSILON)
+            self.token_norm = CastingNorm(shape.embedding, NORM_EPSILON)
             self.join = nn.Linear(width + shape.embedding, width, bias=False)
             with torch.no_grad():  # starts close to the identity on the states
                 self.join.weight[:, :width].copy_(torch.eye(width))
                 self.join.weight[:, width:].mul_(0.1)
         self.attention = Attention(width, shape.attention_heads)
-        self.norm = Norm(width, NORM_EPSILON)
+        self.norm = CastingNorm(width, NORM_EPSILON)
         self.widen = nn.Linear(width, 2 * shape.mlp, bias=False)
         self.narrow = nn.Linear(shape.mlp, width, bias=False)
         nn.init.zeros_(self.narrow.weight)
         self.sampled_token = sampled_token
 
     def forward(
-        self, states: torch.Tensor, tokens: torch.Tensor, rotary: Rotary, attended: Attend | None = None
+        self, states: torch.Tensor, tokens: torch.Tensor, rotary: RotaryTable, attended: Attend | None = None
     ) -> torch.Tensor:
         """Return the layer's output at new positions; ``states`` and embedded ``tokens`` are ``[batch, new, width]``.
 
@@ -158,7 +158,7 @@ class Heads(nn.Module):
         self.token_ids: torch.Tensor | None
         ids = torch.arange(self.vocabulary) if config.draft_vocabulary else None
         self.register_buffer("token_ids", ids)
-        self._tables: dict[tuple[torch.device, torch.dtype, int], Rotary] = {}
+        self._tables: dict[tuple[torch.device, torch.dtype, int], RotaryTable] = {}
 
     @property
     def like(self) -> torch.Tensor:
@@ -222,7 +222,7 @@ class Heads(nn.Module):
         """Return logits ``[heads, places, draft vocabulary]`` from states ``[places, heads, width]``."""
         return torch.stack([self.output(head)(states[:, head]) for head in range(self.config.heads)])
 
-    def rotary(self, indices: Indices, bound: int, like: torch.Tensor) -> Rotary:
+    def rotary(self, indices: Indices, bound: int, like: torch.Tensor) -> RotaryTable:
         """Return the rotary cosines and sines at positions ``indices``, which are all below ``bound``."""
         size = extent_for(bound)
         key = like.device, like.dtype, size
@@ -272,7 +272,7 @@ class HydraHeads(Heads):
 
     def __init__(self, shape: HeadsShape, config: HeadsConfig) -> None:
         super().__init__(shape, config, config.heads)
-        self.token_norm = Norm(shape.embedding, NORM_EPSILON)
+        self.token_norm = CastingNorm(shape.embedding, NORM_EPSILON)
         self.steps = nn.ModuleList(
             nn.ModuleList(
                 zero_linear(shape.width + (0 if layer else (head + 1) * shape.embedding), shape.width)
@@ -383,7 +383,7 @@ def _attended(
     return *cache.update(keys, values, layer), mask
 
 
-def _rotary_table(size: int, width: int, like: torch.Tensor) -> Rotary:
+def _rotary_table(size: int, width: int, like: torch.Tensor) -> RotaryTable:
     speeds = ROTARY_BASE ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.arange(size, dtype=torch.float64)[:, None] * torch.cat([speeds, speeds])
     sines = angles.sin()
@@ -391,6 +391,6 @@ def _rotary_table(size: int, width: int, like: torch.Tensor) -> Rotary:
     return angles.cos().to(like), sines.to(like)
 
 
-def _rotated(states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+def _rotated(states: torch.Tensor, rotary: RotaryTable) -> torch.Tensor:
     cosines, sines = rotary
     return states * cosines + states.roll(states.shape[-1] // 2, dims=-1) * sines

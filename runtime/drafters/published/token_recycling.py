@@ -25,7 +25,7 @@ RECYCLED_PER_TOKEN = 8
 NO_RECYCLED_TOKEN = -1
 
 
-class TopTokens:
+class RankedSuccessors:
     """Stores the latest ranking after each token of the vocabulary; allocates memory when the first logits arrive."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class RecyclingDrafter(KindsDrafter):
     ) -> None:
         super().__init__(budget, prior, *sources)
         self._remembers, self._last_prompt = remembers, list[int]()
-        self._table = TopTokens()
+        self._table = RankedSuccessors()
 
     def begin(self, prompt: Sequence[int]) -> None:
         super().begin(prompt)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from hdtool.data.errors import FamilyError, HeadsError, error_reason
 from hdtool.runtime.drafters.trained.checkpoints import renamed_parameter
 from hdtool.runtime.drafters.trained.dspark import MARKOV_KINDS, VANILLA, DSparkHeads, MarkovHead
-from hdtool.runtime.drafters.trained.module_parts import Norm
+from hdtool.runtime.drafters.trained.module_parts import CastingNorm
 from hdtool.runtime.model.pass_inputs import FULL, SLIDING, AttentionWindow, windows_of
 from hdtool.runtime.program.embedding_and_head import windows_of_layers
 from hdtool.runtime.program.model_families import GELU, AttentionKind, Family, MlpKind
@@ -282,7 +282,7 @@ def _described(
 def _encoder_of(model: Any) -> Any:
     """Return the encoder of a drafter's model; its RMSNorm, of six kernels, becomes a fused one."""
     norm = model.encoder.output_norm_enc
-    fused = Norm(len(norm.weight), model.config.rms_norm_eps)
+    fused = CastingNorm(len(norm.weight), model.config.rms_norm_eps)
     fused.weight = norm.weight
     model.encoder.output_norm_enc = fused
     return model.encoder

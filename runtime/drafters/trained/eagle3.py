@@ -13,7 +13,7 @@ from torch import nn
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter, renamed_parameter
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses
-from hdtool.runtime.drafters.trained.module_parts import Norm, topk_tokens
+from hdtool.runtime.drafters.trained.module_parts import CastingNorm, topk_tokens
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
 from hdtool.runtime.model.pass_inputs import FULL, AttentionWindow, CacheRows
 from hdtool.runtime.program.model_families import LLAMA
@@ -40,9 +40,9 @@ class EagleLayer(nn.Module):
         queries, keys = (
             number * config.head_dim for number in (config.num_attention_heads, config.num_key_value_heads)
         )
-        self.input_layernorm = Norm(embedding, epsilon)
-        self.hidden_norm = Norm(width, epsilon)
-        self.post_attention_layernorm = Norm(width, epsilon)
+        self.input_layernorm = CastingNorm(embedding, epsilon)
+        self.hidden_norm = CastingNorm(width, epsilon)
+        self.post_attention_layernorm = CastingNorm(width, epsilon)
         self.self_attn = _matmuls(
             q_proj=(embedding + width, queries),
             k_proj=(embedding + width, keys),
@@ -98,7 +98,7 @@ class Eagle3(nn.Module):
         width, vocabulary = config.hidden_size, int(settings.get("draft_vocab_size") or config.vocab_size)
         self.fc = nn.Linear(3 * target_width, width, bias=False)
         self.layer = EagleLayer(config, embedding, adds_normed=bool(settings.get("norm_before_residual", False)))
-        self.norm = Norm(width, config.rms_norm_eps)
+        self.norm = CastingNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         self.rotary = LlamaRotaryEmbedding(config)
         self.embed_tokens: Any = None

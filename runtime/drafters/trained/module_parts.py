@@ -9,7 +9,7 @@ from torch.nn import functional
 from hdtool.runtime.core.engine_interface import Ranked, TopTokens
 
 
-class Norm(nn.RMSNorm):
+class CastingNorm(nn.RMSNorm):
     """RMSNorm in the dtype of its input, so that half precision uses the fused kernel, too."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
