@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hdtool.runtime.integrations.server.messages_api import TokenCountRequest
+from hdtool.runtime.integrations.server.messages_api import MessagesPrompt
 from tests.server.agents import (
     AIDER,
     CACHED,
@@ -250,7 +250,7 @@ def test_edits_of_the_context_take_thinking_out_of_earlier_turns() -> None:
             {"role": "assistant", "content": [{"type": "thinking", "thinking": "Two.", "signature": ""}]},
             {"role": "user", "content": QUESTION},
         ]
-        request = TokenCountRequest.of({"messages": turns, "context_management": {"edits": list(edits)}})
+        request = MessagesPrompt.of({"messages": turns, "context_management": {"edits": list(edits)}})
         return [message.reasoning_content for message in request.chat().messages if message.role == "assistant"]
 
     edit: Row = {"type": "clear_thinking_20251015"}

@@ -32,7 +32,7 @@ from hdtool.runtime.config.serving import ServerConfig
 from hdtool.runtime.integrations.server import messages_api, responses_api
 from hdtool.runtime.integrations.server.body_reader import MIB, UnreadBodies, read_body
 from hdtool.runtime.integrations.server.choice_stream import ChoiceStream
-from hdtool.runtime.integrations.server.messages_api import MessagesFormat, MessagesRequest
+from hdtool.runtime.integrations.server.messages_api import MessagesFormat, MessagesPrompt, MessagesRequest
 from hdtool.runtime.integrations.server.metrics import Metrics
 from hdtool.runtime.integrations.server.openai_formats import (
     AUTHENTICATION,
@@ -45,11 +45,17 @@ from hdtool.runtime.integrations.server.openai_formats import (
     JsonDict,
     RequestError,
 )
-from hdtool.runtime.integrations.server.openai_requests import Body, ChatRequest, CompletionRequest, GenerationRequest
+from hdtool.runtime.integrations.server.openai_requests import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    ConvertedRequest,
+    GenerationRequest,
+)
 from hdtool.runtime.integrations.server.page import chat_page, page_headers, status_of
 from hdtool.runtime.integrations.server.request_log import ENTRY_KEY, LogEntry, RequestLog
 from hdtool.runtime.integrations.server.request_preparation import PreparedChoice, Preparer
-from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest
+from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesPrompt, ResponsesRequest
 from hdtool.runtime.integrations.server.scheduler import Scheduler
 from hdtool.runtime.target.load import Loaded
 
@@ -147,13 +153,15 @@ class Server:
         self._limiter = CapacityLimiter(PREPARATION_THREADS)
 
     def app(self) -> Starlette:
+        count_for_message = partial(self._count_tokens, kind=MessagesPrompt)
+        count_for_response = partial(self._count_tokens, kind=ResponsesPrompt, object="response.input_tokens")
         routes = [
             Route(CHAT, self._guarded(self._chat), methods=["POST"]),
             Route(COMPLETIONS, self._guarded(self._completion), methods=["POST"]),
             Route(RESPONSES, self._guarded(self._response), methods=["POST"]),
-            Route(INPUT_TOKENS, self._guarded(self._count_for_response), methods=["POST"]),
+            Route(INPUT_TOKENS, self._guarded(count_for_response), methods=["POST"]),
             Route(MESSAGES, self._guarded(self._message), methods=["POST"]),
-            Route(COUNT_TOKENS, self._guarded(self._count_for_message), methods=["POST"]),
+            Route(COUNT_TOKENS, self._guarded(count_for_message), methods=["POST"]),
             Route(MODELS, self._guarded(self._models)),
             Route(f"{MODELS}/{{name:path}}", self._guarded(self._model)),
             Route(STATUS, self._guarded(self._status)),
@@ -207,7 +215,7 @@ class Server:
         return tenant
 
     async def _chat(self, request: Request) -> Response:
-        body, choices = await self._prepared(request, ChatRequest, lambda body: self._chosen(body, request))
+        body, choices = await self._prepared(request, ChatRequest, partial(self._chosen, request))
         form = ChatFormat(self._name, self._loaded.tokenizer, len(choices), with_usage=_with_usage(body))
         return await self._answer(request, choices, form, stream=bool(body.stream))
 
@@ -218,27 +226,22 @@ class Server:
         return await self._answer(request, choices, form, stream=bool(body.stream))
 
     async def _response(self, request: Request) -> Response:
-        body, choices = await self._prepared(request, ResponsesRequest, lambda body: self._chosen(body.chat(), request))
+        body, choices = await self._prepared(request, ResponsesRequest, partial(self._chosen, request))
         form = ResponsesFormat(self._name, self._loaded.tokenizer, body)
         return await self._answer(request, choices, form, stream=bool(body.stream))
 
     async def _message(self, request: Request) -> Response:
-        body, choices = await self._prepared(request, MessagesRequest, lambda body: self._chosen(body.chat(), request))
+        body, choices = await self._prepared(request, MessagesRequest, partial(self._chosen, request))
         form = MessagesFormat(self._name, shows_thinking=body.shows_thinking)
         return await self._answer(request, choices, form, stream=bool(body.stream))
 
-    def _chosen(self, body: ChatRequest, request: Request) -> list[PreparedChoice]:
-        return self._preparer.chat(body, request.state.tenant)
+    def _chosen(self, request: Request, body: ChatRequest | ConvertedRequest) -> list[PreparedChoice]:
+        return self._preparer.chat(body.chat(), request.state.tenant)
 
-    async def _count_for_response(self, request: Request) -> Response:
-        kind = responses_api.TokenCountRequest
+    async def _count_tokens(self, request: Request, *, kind: type[ConvertedRequest], **fields: str) -> Response:
+        """Answer with the number of prompt tokens, beside the ``fields`` that the API adds to it."""
         _, tokens = await self._prepared(request, kind, lambda body: self._preparer.tokens(body.chat()))
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
-
-    async def _count_for_message(self, request: Request) -> Response:
-        kind = messages_api.TokenCountRequest
-        _, tokens = await self._prepared(request, kind, lambda body: self._preparer.tokens(body.chat()))
-        return JSONResponse({"input_tokens": tokens})
+        return JSONResponse({**fields, "input_tokens": tokens})
 
     async def _prepared(self, request: Request, kind: type[R], prepare: Callable[[R], P]) -> tuple[R, P]:
         """Read a request's body; parse it and run ``prepare``, both in a worker thread; return ``(body, result)``."""

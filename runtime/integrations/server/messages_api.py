@@ -39,7 +39,7 @@ from hdtool.runtime.integrations.server.openai_formats import (
     JsonDict,
     RequestError,
 )
-from hdtool.runtime.integrations.server.openai_requests import MAX_STOPS, Body, ChatRequest
+from hdtool.runtime.integrations.server.openai_requests import MAX_STOPS, ConvertedRequest, SampledRequest
 from hdtool.runtime.integrations.server.tool_calls import json_text
 
 PATH = "/v1/messages"
@@ -72,7 +72,7 @@ class Block(MessagePart):
     is_error: bool | None = None
 
 
-class Message(StrictJson):
+class Turn(StrictJson):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
@@ -131,10 +131,10 @@ class ContextManagement(StrictJson, extra="forbid"):
                     message.pop("reasoning_content", None)
 
 
-class TokenCountRequest(Body, extra="forbid"):
+class MessagesPrompt(ConvertedRequest):
     """The body of ``/v1/messages/count_tokens``: the fields that determine the prompt."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Turn] = Field(min_length=1)
     system: str | list[Block] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoiceField | None = None
@@ -146,16 +146,12 @@ class TokenCountRequest(Body, extra="forbid"):
     speed: Literal["standard"] | None = None
     betas: list[str] | None = None
 
-    def chat(self) -> ChatRequest:
-        """Convert the request to a chat request; raise RequestError if it ends with an assistant turn."""
+    def _chat_fields(self) -> JsonDict:
         if self.messages[-1].role == "assistant":
             last = f"messages.{len(self.messages) - 1}"
             raise RequestError(
                 f"{last}: this server does not continue a turn of the assistant: end with one of the user", param=last
             )
-        return ChatRequest.of(self._chat_fields())
-
-    def _chat_fields(self) -> JsonDict:
         output = self.output_config or OutputConfig()
         choice = self.tool_choice
         schema = {"name": "answer", "schema": output.format.schema_} if output.format else None
@@ -174,16 +170,13 @@ class TokenCountRequest(Body, extra="forbid"):
         }
 
 
-class MessagesRequest(TokenCountRequest):
+class MessagesRequest(SampledRequest, MessagesPrompt):
     """The body of ``/v1/messages``."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = Field(None, max_length=MAX_STOPS)
-    stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    seed: int | None = None
     metadata: dict[str, Any] | None = None
     diagnostics: dict[str, Any] | None = None
     inference_geo: str | None = None
@@ -194,17 +187,11 @@ class MessagesRequest(TokenCountRequest):
         return self.thinking is None or self.thinking.display != "omitted"
 
     def _chat_fields(self) -> JsonDict:
-        return super()._chat_fields() | {
-            "max_tokens": self.max_tokens,
-            "stop": self.stop_sequences,
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "seed": self.seed,
-        }
+        own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences, "top_k": self.top_k}
+        return super()._chat_fields() | self.sampling | own
 
 
-def _messages(system: str | list[Block] | None, messages: Sequence[Message]) -> Iterator[JsonDict]:
+def _messages(system: str | list[Block] | None, messages: Sequence[Turn]) -> Iterator[JsonDict]:
     if isinstance(system, list):
         system = [block for block in system if not (block.text or "").startswith(BILLING_PREFIX)]
     if system:

@@ -24,7 +24,7 @@ MAX_CHOICES, MAX_STOPS, MAX_LOGPROBS, MAX_PROMPTS = 16, 16, 20, 64
 TOOL_CHOICE_FORMS = 'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
 
 
-class StreamOptions(StrictJson):
+class UsageOption(StrictJson):
     include_usage: bool | None = None
 
 
@@ -64,12 +64,23 @@ class Body(StrictJson):
             raise _wrong_field(error) from None
 
 
-class GenerationRequest(Body):
+class SampledRequest(Body):
+    """The fields of requests for answers that all APIs share, under one name."""
+
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stream: bool | None = None
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
+
+
+class GenerationRequest(SampledRequest):
     """The fields that chat and text completions share."""
 
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
@@ -78,9 +89,7 @@ class GenerationRequest(Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: str | list[str] | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: UsageOption | None = None
     prediction: Any = None
     response_format: Any = None
     json_schema: Any = None
@@ -143,11 +152,25 @@ class ChatRequest(GenerationRequest):
     modalities: list[str] | None = None
     audio: Any = None
 
+    def chat(self) -> ChatRequest:
+        return self
+
     @property
     def template_variables(self) -> dict[str, Any]:
         """Variables for the chat template, besides messages and tools."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | (self.chat_template_kwargs or {})
+
+
+class ConvertedRequest(Body, extra="forbid"):
+    """A request of another API that is answered as a chat request."""
+
+    def chat(self) -> ChatRequest:
+        """Convert the request to a chat request; raise RequestError if that is not possible."""
+        return ChatRequest.of(self._chat_fields())
+
+    def _chat_fields(self) -> dict[str, Any]:
+        raise NotImplementedError
 
 
 class CompletionRequest(GenerationRequest):

@@ -39,7 +39,7 @@ from hdtool.runtime.integrations.server.openai_formats import (
     TokenLogprobs,
     logprob_rows,
 )
-from hdtool.runtime.integrations.server.openai_requests import MAX_LOGPROBS, Body, ChatRequest
+from hdtool.runtime.integrations.server.openai_requests import MAX_LOGPROBS, ConvertedRequest, SampledRequest
 from hdtool.runtime.integrations.server.response_tools import (
     CUSTOM,
     ResponseTools,
@@ -108,11 +108,11 @@ class Reasoning(StrictJson, extra="forbid"):
     generate_summary: str | None = None
 
 
-class StreamOptions(StrictJson, extra="forbid"):
+class ObfuscationOption(StrictJson, extra="forbid"):
     include_obfuscation: Literal[False] | None = None
 
 
-class TokenCountRequest(Body, extra="forbid"):
+class ResponsesPrompt(ConvertedRequest):
     """The body of ``/v1/responses/input_tokens``: the fields that determine the prompt."""
 
     input: str | list[Item]
@@ -125,11 +125,6 @@ class TokenCountRequest(Body, extra="forbid"):
     truncation: Literal["disabled"] | None = None
     previous_response_id: Any = None
     conversation: Any = None
-
-    def chat(self) -> ChatRequest:
-        """Convert the request to a chat request; raise RequestError if it refers to stored state."""
-        self._refuse_kept_state()
-        return ChatRequest.of(self._chat_fields())
 
     @cached_property
     def offered(self) -> ResponseTools:
@@ -145,6 +140,7 @@ class TokenCountRequest(Body, extra="forbid"):
                 )
 
     def _chat_fields(self) -> JsonDict:
+        self._refuse_kept_state()
         return {
             "messages": _messages(self.instructions, self.input),
             "tools": self.offered.functions,
@@ -155,16 +151,12 @@ class TokenCountRequest(Body, extra="forbid"):
         }
 
 
-class ResponsesRequest(TokenCountRequest):
+class ResponsesRequest(SampledRequest, ResponsesPrompt):
     """The body of ``/v1/responses``."""
 
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    seed: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ObfuscationOption | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     store: Literal[False] | None = None
     background: Literal[False] | None = None
@@ -180,10 +172,8 @@ class ResponsesRequest(TokenCountRequest):
 
     def _chat_fields(self) -> JsonDict:
         return super()._chat_fields() | {
+            **self.sampling,
             "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "seed": self.seed,
             "logprobs": True if LOGPROBS in (self.include or ()) else None,
             "top_logprobs": self.top_logprobs,
         }
