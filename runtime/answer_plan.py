@@ -77,20 +77,20 @@ def plan_answer(
     max_new_tokens: int,
     guide: Guide | None = None,
     processors: Sequence[LogitsProcessor] = (),
-    *,
-    skip_special_tokens: bool = True,
+    text: TextStream | None = None,
 ) -> AnswerPlan:
     """Plan an answer, with the processors and criteria that ``generate`` would use.
 
     Options that are None in ``config`` come from the model's generation settings, else from the defaults of
-    transformers. The mask of the grammar and then ``processors`` run before those of ``generate``. Stop strings are
-    searched in the text with or without special tokens. Raise ModelError if the settings cannot be used.
+    transformers. The mask of the grammar and then ``processors`` run before those of ``generate``. Stop strings end
+    the answer once ``text``, which only the sampler adds to, has one; by default, special tokens are no part of the
+    text. Raise ModelError if the settings cannot be used.
     """
     room, _ = room_for(loaded.target, prompt, max_new_tokens)
     own, criteria = _processors_and_criteria(loaded, config, prompt, room)
     met, _ = criteria_and_ends(criteria, loaded.target.model.device)
     if config.stop:
-        met.append(_completes(TextStream(loaded.tokenizer, config.stop, skip_special_tokens=skip_special_tokens)))
+        met.append(_completes(text or TextStream(loaded.tokenizer, config.stop)))
     all_processors = LogitsProcessorList([*masks_of(guide), *processors, *own])
     sampler = Sampler(config, prompt, processors=all_processors, criteria=met)
     return AnswerPlan(prompt, sampler, max_new_tokens, loaded.stops, guide)

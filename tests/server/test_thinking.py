@@ -15,6 +15,7 @@ from hdtool.data.prompts import Grammar
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.core.tree import DraftTree
+from hdtool.runtime.generation.text_stream import TextStream
 from hdtool.runtime.integrations.server.answer_sections import Sections
 from hdtool.runtime.integrations.server.choice_stream import AnswerText
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat
@@ -87,8 +88,10 @@ def answer(tokenizer: PreTrainedTokenizerBase, said: str, **prompt: Any) -> list
     """What the steps of an answer with this text add, a token each."""
     ids = encode_text(tokenizer, said, special=False)
     fields: dict[str, Any] = {"tools": NO_TOOLS, "rendered": PROMPT} | prompt
-    choice = PreparedChoice(PreparedPrompt([1], 99, **fields), cast(Any, None), (), None)
-    reader = AnswerText(tokenizer, choice, frozenset())
+    prepared = PreparedPrompt([1], 99, **fields)
+    readers, plan = prepared.readers(tokenizer), cast(Any, None)
+    text = TextStream(tokenizer, skip_special_tokens=not readers.is_marked)
+    reader = AnswerText(PreparedChoice(prepared, plan, text, readers, None), frozenset())
     last = len(ids) - 1
     return [reader.add(_step([token], Finish.STOP if place == last else None)) for place, token in enumerate(ids)]
 

@@ -6,11 +6,9 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.core.sequence import Finish, Stats, Step
-from hdtool.runtime.generation.text_stream import TextStream
 from hdtool.runtime.integrations.server.metrics import Metrics
 from hdtool.runtime.integrations.server.openai_formats import (
     LENGTH,
@@ -29,9 +27,6 @@ from hdtool.runtime.integrations.server.scheduler import AnswerJob, OverloadErro
 from hdtool.runtime.integrations.server.tool_calls import ToolCall, calls_of
 from hdtool.runtime.target.load import Loaded
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 class ChoiceStream:
     """Generates the choices of one request."""
@@ -45,7 +40,7 @@ class ChoiceStream:
         choices: Sequence[PreparedChoice],
     ) -> None:
         self._scheduler, self._metrics, self._preparer, self._choices = scheduler, metrics, preparer, choices
-        self._texts = [AnswerText(loaded.tokenizer, choice, loaded.stops) for choice in choices]
+        self._texts = [AnswerText(choice, loaded.stops) for choice in choices]
         self._queue: asyncio.Queue[tuple[int, Step | Exception]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._open: set[int] = set(range(len(choices)))
@@ -128,15 +123,13 @@ class ChoiceStream:
 class AnswerText:
     """Converts the steps of one answer to text, reasoning, tool calls and log-probabilities."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, choice: PreparedChoice, ends: frozenset[int]) -> None:
+    def __init__(self, choice: PreparedChoice, ends: frozenset[int]) -> None:
         """``ends`` are the tokens that end an answer; they are not part of its text."""
         self.stats = Stats()
         self._choice, self._ends = choice, ends
-        prompt = choice.prompt
-        tools = prompt.tools
+        self._text, self._reader, self._thinking = choice.text, choice.readers.calls, choice.readers.thinking
+        tools = choice.prompt.tools
         self._must_call = bool(tools.required) and not tools.is_generic
-        self._reader, self._thinking, has_marks = prompt.readers(tokenizer)
-        self._stream = TextStream(tokenizer, choice.stop_texts, skip_special_tokens=not has_marks)
         self._num_calls = 0
         self._num_reported = 0
         self._required_text = ""
@@ -156,7 +149,7 @@ class AnswerText:
 
     def _add(self, tokens: list[int], finish: Finish | None) -> Delta:
         tokens = tokens[:-1] if finish is Finish.STOP and tokens[-1] in self._ends else tokens
-        text = self._stream.add(tokens) + (self._stream.end() if finish else "")
+        text = self._text.add(tokens) + (self._text.end() if finish else "")
         reasoning: str = ""
         calls: list[ToolCall] = []
         if self._thinking:
@@ -172,7 +165,7 @@ class AnswerText:
         if (max_calls := self._choice.prompt.tools.max_calls) is not None:
             calls = calls[: max_calls - self._num_calls]
         self._num_calls += len(calls)
-        stop_text = self._stream.shown.found if finish else None
+        stop_text = self._text.shown.found if finish else None
         return Delta(text, reasoning, calls, self._new_logprobs(len(tokens)), self._reason(finish), stop_text)
 
     def _reason(self, finish: Finish | None) -> str | None:

@@ -7,7 +7,8 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import LogitsProcessor
 
@@ -21,7 +22,7 @@ from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sampler import seed_of
 from hdtool.runtime.core.sequence import Request, Step, room_for
 from hdtool.runtime.generation.grammar import Guide
-from hdtool.runtime.generation.text_stream import text_of
+from hdtool.runtime.generation.text_stream import TextStream, text_of
 from hdtool.runtime.integrations.server.call_grammar import arguments_schema
 from hdtool.runtime.integrations.server.generic_tools import GenericTools
 from hdtool.runtime.integrations.server.instructions import takes_late_instructions, with_early_instructions
@@ -72,16 +73,24 @@ class PreparedPrompt:
     """Text to return before the answer."""
     extension: Extension = NO_EXTENSION
 
-    def readers(self, tokenizer: PreTrainedTokenizerBase) -> tuple[ToolCallReader | None, ThinkingReader | None, bool]:
-        """Return readers of tool calls and thinking for one answer, and whether special tokens may mark them."""
+    def readers(self, tokenizer: PreTrainedTokenizerBase) -> AnswerReaders:
         tools = self.tools
         if not self.rendered or (self.grammar and not tools.is_generic):
-            return None, None, False
-        reader = ToolCallReader.of(tokenizer, tools.tools, self.rendered, is_generic=tools.is_generic)
-        has_own = reader is not None and reader.reads_thinking
+            return AnswerReaders()
+        calls = ToolCallReader.of(tokenizer, tools.tools, self.rendered, is_generic=tools.is_generic)
+        has_own = calls is not None and calls.reads_thinking
         thinking = None if has_own else ThinkingReader.of(tokenizer, self.rendered)
         is_marked = thinking is not None and THINK_CLOSING in tokenizer.all_special_tokens
-        return reader, thinking, reader is not None or is_marked
+        return AnswerReaders(calls, thinking, calls is not None or is_marked)
+
+
+class AnswerReaders(NamedTuple):
+    """What splits one answer's text into plain text, tool calls and thinking."""
+
+    calls: ToolCallReader | None = None
+    thinking: ThinkingReader | None = None
+    is_marked: bool = False
+    """True if special tokens may mark calls or thinking."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,9 @@ class PreparedChoice:
 
     prompt: PreparedPrompt
     plan: AnswerPlan
-    stop_texts: tuple[str, ...]
+    text: TextStream
+    """Turns the answer's tokens into text."""
+    readers: AnswerReaders
     recorded: list[TokenLogprobs] | None
 
 
@@ -237,12 +248,11 @@ class Preparer:
         if biases:
             processors.append(LogitBias(biases))
         guide = self._guide(prompt.grammar)
-        *_, has_marks = prompt.readers(self._loaded.tokenizer)
-        plan = plan_answer(
-            self._loaded, config, prompt.tokens, prompt.limit, guide, processors, skip_special_tokens=not has_marks
-        )
+        tokenizer, readers = self._loaded.tokenizer, prompt.readers(self._loaded.tokenizer)
+        new_text = partial(TextStream, tokenizer, config.stop, skip_special_tokens=not readers.is_marked)
+        plan = plan_answer(self._loaded, config, prompt.tokens, prompt.limit, guide, processors, new_text())
         recorded: list[TokenLogprobs] | None = [] if prompt.logprobs is not None else None
-        return PreparedChoice(prompt, plan, config.stop, recorded)
+        return PreparedChoice(prompt, plan, new_text(), readers, recorded)
 
     def _guide(self, grammar: Grammar | None) -> Guide | None:
         if grammar and len(grammar.text) > MAX_REQUEST_GRAMMAR_CHARACTERS:
