@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from hdtool.builders.evaluation.recording import TurnReader
 from hdtool.builders.heads.examples import BatchSampler, Example, draft_vocabulary, read_examples
 from hdtool.builders.heads.hidden_states_file import HiddenStatesFile, hidden_states_output
 from hdtool.builders.heads.loss import Batch, FrozenTarget, draft_labels, head_labels, head_logits, label_positions
-from hdtool.builders.heads.processes import process_group, world_size
+from hdtool.builders.heads.processes import Processes, process_group, world_size
 from hdtool.builders.heads.training_curve import curve_file, draw_training
 from hdtool.builders.heads.training_loop import Training, checkpoint_file
 from hdtool.data.errors import OptionError
@@ -144,11 +145,7 @@ def train(
         file.check()
     if hidden_states and world_size() > 1:
         raise OptionError("--hidden-states works in one process: leave it out, or start one process")
-    processes = process_group(on_cpu=model.device == "cpu" or not torch.cuda.is_available())
-    if world_size() > 1 and model.device == "auto" and torch.cuda.is_available():
-        model = replace(model, device=f"cuda:{torch.cuda.current_device()}")
-    if processes.rank:
-        show_bars(False)
+    processes, model = _processes(model)
     target = Target(load_stock(model))
     texts, left_out = _texts(inputs, model, target, config, chat)
     yield from left_out if processes.rank == 0 else ()
@@ -157,54 +154,64 @@ def train(
     batches = BatchSampler(texts, config)
     heads, token_ids = draft_vocabulary(heads, batches.train, frozen.vocabulary)
     made = new_heads(target.model, frozen.hidden_width, frozen.vocabulary, heads, token_ids)
-    settings = {
-        **asdict(config),
-        **asdict(heads),
-        "target": fingerprint(target.model),
-        "texts": _digest(texts),
-        "processes": processes.size,
-    }
-    stored = None
-    if hidden_states:
-        stored = HiddenStatesFile(hidden_states, frozen, texts, f"{settings['target']} {settings['texts']}")
-        if not stored.is_written():
-            yield f"{hidden_states}: hidden states of {stored.tokens:,} tokens, {stored.bytes / 1e9:.2f} GB"
-            _write(stored)
+    data = {"target": fingerprint(target.model), "texts": _digest(texts)}
+    stored = HiddenStatesFile(hidden_states, frozen, texts, " ".join(data.values())) if hidden_states else None
+    if stored and not stored.is_written():
+        yield f"{hidden_states}: hidden states of {stored.tokens:,} tokens, {stored.bytes / 1e9:.2f} GB"
+        _write(stored)
     training = Training(made, frozen, batches, config, out, processes, stored)
     if processes.rank == 0:
         yield (
             f"{sum(weight.numel() for weight in made.parameters()):,} weights are trained on {len(batches.train):,} "
             f"texts ({batches.tokens:,} tokens) in {training.steps:,} steps"
         )
-    seconds = time.monotonic()
-    with progress_bar(training.steps, "training", unit="steps") as progress:
-        for done in training.run(settings):
-            progress.show(training.summary())
-            progress.to(done)
+    started = time.monotonic()
+    _run(training, {**asdict(config), **asdict(heads), **data, "processes": processes.size})
     if processes.rank:
         return
     result = evaluate(made.eval(), frozen, batches.validation)
-    report = {
-        **asdict(config),
-        "texts": len(batches.train),
-        "tokens": batches.tokens,
-        "steps": training.steps,
-        "seconds": round(time.monotonic() - seconds),
-        "processor_seconds": round(time.process_time()),
-        "machine": machine(target.device),
-        "loss": round(training.history.losses[-1], 4),
-    }
-    SavedHeads(made, settings["target"], model.name, result, report).save(out)
+    report = asdict(config) | _report(training, batches, target, time.monotonic() - started)
+    SavedHeads(made, data["target"], model.name, result, report).save(out)
     draw_training(training.history, out)
     training.finish()
     yield from summary(result)
     yield f"{out}: heads for {model.name}, evaluated on {len(batches.validation):,} texts held out"
 
 
+def _processes(model: ModelConfig) -> tuple[Processes, ModelConfig]:
+    """Join the group of processes; return it, and the settings of the model for this process's device."""
+    processes = process_group(on_cpu=model.device == "cpu" or not torch.cuda.is_available())
+    if world_size() > 1 and model.device == "auto" and torch.cuda.is_available():
+        model = replace(model, device=f"cuda:{torch.cuda.current_device()}")
+    if processes.rank:
+        show_bars(False)
+    return processes, model
+
+
 def _write(stored: HiddenStatesFile) -> None:
     with progress_bar(stored.tokens, "hidden states", unit="tokens") as progress:
         for done in stored.write():
             progress.to(done)
+
+
+def _run(training: Training, settings: dict[str, Any]) -> None:
+    with progress_bar(training.steps, "training", unit="steps") as progress:
+        for done in training.run(settings):
+            progress.show(training.summary())
+            progress.to(done)
+
+
+def _report(training: Training, batches: BatchSampler, target: Target, seconds: float) -> dict[str, Any]:
+    """Return what the heads' file says of their training besides its settings."""
+    return {
+        "texts": len(batches.train),
+        "tokens": batches.tokens,
+        "steps": training.steps,
+        "seconds": round(seconds),
+        "processor_seconds": round(time.process_time()),
+        "machine": machine(target.device),
+        "loss": round(training.history.losses[-1], 4),
+    }
 
 
 def _digest(texts: Sequence[Example]) -> str:
