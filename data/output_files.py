@@ -129,7 +129,7 @@ def _temporary(destination: Path, mode: int) -> tuple[Path, int]:
         path = destination.with_name(f"{_temporary_prefix(destination)}{secrets.token_hex(TEMPORARY_BYTES)}.tmp")
         # Exclusive creation does not follow links.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | O_NOFOLLOW | O_BINARY, mode)
-        _lock(descriptor, wait=True)
+        lock(descriptor, wait=True)
         if os.fstat(descriptor).st_nlink:
             return path, descriptor
         os.close(descriptor)  # another writer removed the file before it was locked
@@ -152,13 +152,13 @@ def _remove_stale(destination: Path) -> None:
 def _remove_unless_locked(path: Path) -> None:
     descriptor = os.open(path, os.O_RDWR | O_NOFOLLOW)
     try:
-        if _lock(descriptor, wait=False):  # a running writer holds the lock of its file
+        if lock(descriptor, wait=False):  # a running writer holds the lock of its file
             path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, *, wait: bool) -> bool:
+def lock(descriptor: int, *, wait: bool) -> bool:
     """Lock an open file until it is closed or the process ends. Returns False if another process holds the lock."""
     try:
         from fcntl import LOCK_EX, LOCK_NB, flock

@@ -14,20 +14,20 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import current_thread, main_thread
 from typing import Any
 
 import torch
 
+from hdtool.builders.evaluation.job_files import job_files
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, replay_method
-from hdtool.data.errors import HdtoolError, os_errors_as
+from hdtool.data.errors import HdtoolError
 from hdtool.data.processes import isolated_children
 from hdtool.data.progress import ProgressBar, progress_bar
 from hdtool.runtime.config.decoding import TAKE_HISTORY
@@ -79,7 +79,7 @@ def replay(
         if processes == 1:
             done = [job.play(store_set, progress.advance) for job in jobs]
         else:
-            with _job_files(jobs) as files:
+            with job_files(jobs) as files:
                 done = _in_processes(files, store_set, processes, progress)
     names = [contender.name for contender in contenders]
     return {name: ReplayResult.joined([part for part in done if part.method == name]) for name in names}
@@ -99,22 +99,6 @@ def _jobs(
             part = conversations[start : start + size]
             jobs.append(ReplayJob(contender, list(chain.from_iterable(part)), list(chain.from_iterable(before))))
     return jobs
-
-
-@contextmanager
-def _job_files(jobs: Sequence[ReplayJob]) -> Iterator[list[Path]]:
-    """Pickle each job to a temporary file; yield the files' paths."""
-    with ExitStack() as stack:
-        with os_errors_as(
-            HdtoolError,
-            "the jobs of the replay cannot be written to a temporary folder",
-            "let TMPDIR name a folder with room, or use --workers 1",
-        ):
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix="hdtool-replay-")))
-            files = [folder / str(number) for number in range(len(jobs))]
-            for job, file in zip(jobs, files, strict=True):
-                file.write_bytes(pickle.dumps(job))
-        yield files
 
 
 @isolated_children()
