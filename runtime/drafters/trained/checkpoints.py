@@ -41,6 +41,8 @@ UNSUPPORTED_KINDS = {
 }
 """Descriptions of unsupported drafters, by a word in the name of their class."""
 CONFIG_FILE = "config.json"
+DOWNLOAD_AGAIN, OF_THIS_MODEL = "download it again", "name a drafter of this model"
+"""Advice to users whose drafter cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,12 @@ class PublishedDrafter:
             return cls(name, folder, dict(settings))
         except (OSError, ValueError) as error:
             raise HeadsError(
-                f"drafter {name} cannot be read ({CONFIG_FILE}: {error_reason(error)}): download it again"
+                f"drafter {name} cannot be read ({CONFIG_FILE}: {error_reason(error)}): {DOWNLOAD_AGAIN}"
             ) from error
+
+    def refusal(self, fault: str, advice: str = "name another one") -> HeadsError:
+        """Return the error for a drafter that cannot be used."""
+        return HeadsError(f"drafter {self.name} {fault}: {advice}")
 
     @property
     def kind(self) -> str:
@@ -78,7 +84,7 @@ class PublishedDrafter:
             return GEMMA_ASSISTANT
         for word, kind in UNSUPPORTED_KINDS.items():
             if word in classes + speculator:
-                raise HeadsError(f"drafter {self.name} is {kind}, which is not supported: name another one")
+                raise self.refusal(f"is {kind}, which is not supported")
         return SMALL_MODEL
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -94,11 +100,9 @@ class PublishedDrafter:
                 by_name |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
         except Exception as error:  # damaged files raise many kinds
             reason = error_reason(error).split(". ")[0]
-            raise HeadsError(
-                f"drafter {self.name} cannot be read ({file.name}: {reason}): download it again"
-            ) from error
+            raise self.refusal(f"cannot be read ({file.name}: {reason})", DOWNLOAD_AGAIN) from error
         if not by_name:
-            raise HeadsError(f"drafter {self.name} has no weights in {self.folder}: download it again")
+            raise self.refusal(f"has no weights in {self.folder}", DOWNLOAD_AGAIN)
         return by_name
 
     def pretrained(self, auto: Any) -> Any:
@@ -106,25 +110,17 @@ class PublishedDrafter:
         try:
             return auto.from_pretrained(self.folder, trust_remote_code=False)
         except Exception as error:  # the library raises many kinds
-            raise HeadsError(
-                f"drafter {self.name} cannot be loaded ({error_reason(error)}): name another one"
-            ) from error
+            raise self.refusal(f"cannot be loaded ({error_reason(error)})") from error
 
     def require_width(self, width: int | None, target: Target) -> None:
         """Raise HeadsError unless ``width`` is that of the target's hidden states."""
         if width != (required := int(target.config.hidden_size)):
-            raise HeadsError(
-                f"drafter {self.name} is for a model of width {width}, and this one has {required}: name a drafter of "
-                "this model"
-            )
+            raise self.refusal(f"is for a model of width {width}, and this one has {required}", OF_THIS_MODEL)
 
     def require_vocabulary(self, size: int, target: Target) -> None:
         """Raise HeadsError unless ``size`` is that of the target's vocabulary."""
         if size != target.vocabulary:
-            raise HeadsError(
-                f"drafter {self.name} is for a model of {size} tokens, and this one has {target.vocabulary}: name a "
-                "drafter of this model"
-            )
+            raise self.refusal(f"is for a model of {size} tokens, and this one has {target.vocabulary}", OF_THIS_MODEL)
 
     def token_ids(self, offsets: torch.Tensor | None, drafted: int, target: Target) -> torch.Tensor | None:
         """Return the target's id of each of ``drafted`` draft tokens, given the differences between the two.
@@ -135,7 +131,7 @@ class PublishedDrafter:
             return None
         token_ids = torch.arange(len(offsets)) + offsets.long()
         if len(offsets) != drafted or not ((token_ids >= 0) & (token_ids < target.vocabulary)).all():
-            raise HeadsError(f"drafter {self.name} drafts tokens that this model does not have: name another one")
+            raise self.refusal("drafts tokens that this model does not have")
         return token_ids.to(target.device)
 
     def fill(self, module: Module, tensors: dict[str, torch.Tensor], *, known_only: bool = False) -> None:
@@ -152,7 +148,7 @@ class PublishedDrafter:
         if missing or mismatched or unknown:
             what = f"has another shape of {mismatched[0]}" if mismatched else f"has {' '.join(unknown[:1])}"
             what = f"lacks {missing[0]}" if missing else what
-            raise HeadsError(f"drafter {self.name} {what}, so it is of a kind that is not supported: name another one")
+            raise self.refusal(f"{what}, so it is of a kind that is not supported")
         module.load_state_dict({name: tensors[name] for name in parameters})
 
 

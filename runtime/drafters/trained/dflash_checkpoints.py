@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hdtool.data.errors import FamilyError, HeadsError, error_reason
-from hdtool.runtime.drafters.trained.checkpoints import renamed_parameter
+from hdtool.data.errors import FamilyError, error_reason
+from hdtool.runtime.drafters.trained.checkpoints import OF_THIS_MODEL, renamed_parameter
 from hdtool.runtime.drafters.trained.dspark import MARKOV_KINDS, VANILLA, DSparkHeads, MarkovHead
 from hdtool.runtime.drafters.trained.module_parts import CastingNorm
 from hdtool.runtime.model.pass_inputs import FULL, SLIDING, AttentionWindow, windows_of
@@ -79,18 +79,13 @@ class DFlashModel:
     def check(self, published: PublishedDrafter, target: Target) -> None:
         """Raise HeadsError if the drafter does not fit the target."""
         if self.block <= self.first:
-            raise HeadsError(f"drafter {published.name} drafts blocks of {self.block}: name another one")
+            raise published.refusal(f"drafts blocks of {self.block}")
         number, ids = int(target.config.num_hidden_layers), self.layer_ids
         if not ids or min(ids) < 0 or max(ids) >= number:
-            raise HeadsError(
-                f"drafter {published.name} reads layers {ids}, and this model has {number}: name a drafter of this "
-                "model"
-            )
-        if not 0 <= self.mask_token < target.vocabulary:
-            raise HeadsError(
-                f"drafter {published.name} reads token {self.mask_token} in place of drafts, and this model has tokens "
-                f"0 to {target.vocabulary - 1}: name a drafter of this model"
-            )
+            raise published.refusal(f"reads layers {ids}, and this model has {number}", OF_THIS_MODEL)
+        if not 0 <= self.mask_token <= (last := target.vocabulary - 1):
+            fault = f"reads token {self.mask_token} in place of drafts, and this model has tokens 0 to {last}"
+            raise published.refusal(fault, OF_THIS_MODEL)
 
 
 def load_dflash(published: PublishedDrafter, target: Target) -> DFlashModel:
@@ -138,9 +133,9 @@ def _load_other_format(published: PublishedDrafter, target: Target, library_mode
         model = library_model(config)
     except Exception as error:  # settings of unknown kinds raise many
         reason = f"no {error} in its settings" if isinstance(error, KeyError) else error_reason(error)
-        raise HeadsError(f"drafter {published.name} cannot be loaded ({reason}): name another one") from error
+        raise published.refusal(f"cannot be loaded ({reason})") from error
     if (kind := settings["markov_head_type"]) not in MARKOV_KINDS:
-        raise HeadsError(f"drafter {published.name} has a Markov head of kind {kind!r}: name another one")
+        raise published.refusal(f"has a Markov head of kind {kind!r}")
     published.require_width(int(config.hidden_size), target)
     tensors = {
         renamed_parameter(name, RENAMED_PARAMETERS): tensor
@@ -224,7 +219,7 @@ def _heads(
     confidence = None
     if weight is not None:
         if weight.shape[-1] not in (width, width + rank):
-            raise HeadsError(f"drafter {published.name} has another shape of {CONFIDENCE}proj.weight: name another one")
+            raise published.refusal(f"has another shape of {CONFIDENCE}proj.weight")
         confidence = nn.Linear(weight.shape[-1], 1, bias=f"{CONFIDENCE}proj.bias" in tensors)
     heads = DSparkHeads(MarkovHead(kind, target.vocabulary, drafted, rank, width), confidence)
     published.fill(heads, tensors, known_only=True)
@@ -275,7 +270,7 @@ def _described(
     )
     windows = windows_of_layers(model.config, windows_of(model.config))
     if not layers or not windows or model.rotary_emb.rope_type not in FIXED_ROTARY:
-        raise HeadsError(f"drafter {published.name} has layers of an unknown kind: name another one")
+        raise published.refusal("has layers of an unknown kind")
     return parts, windows
 
 
