@@ -86,11 +86,8 @@ def _answer_once(answerer: Answerer, prompt: Prompt) -> None:
 
 
 def _engine_name(answerer: Answerer) -> str:
-    """Name what computes the model's passes: hdtool's compiled layers or matmuls, or else torch's."""
-    from hdtool.runtime.kernels.linear_layers import has_compiled_layers
-
-    compiled = has_compiled_layers(answerer.loaded.target.model)
-    return "hdtool's compiled CPU layers" if compiled else "hdtool's decoding loop"
+    """Return the demo's name for what decodes: hdtool's compiled CPU layers or, without them, its decoding loop."""
+    return "hdtool's compiled CPU layers" if answerer.loaded.target.compiled else "hdtool's decoding loop"
 
 
 def _chosen_model(loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path]:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NoReturn
 
 from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import StoreError
@@ -47,11 +48,21 @@ def _report(part: str) -> None:
         print(part, flush=True)
 
 
-def main(parts: list[str]) -> None:
+def prepare() -> None:
+    """Lower this process's priority, collect garbage rarely, of which numba makes much, and delete outdated code."""
     if hasattr(os, "nice"):
         os.nice(NICENESS)
-    import_leanly()  # and collect garbage rarely, of which numba makes much
+    import_leanly()
     remove_outdated()
+
+
+def main(parts: list[str]) -> NoReturn:
+    """Compile the parts that are missing, and end the process.
+
+    It ends with the lock held, so that whoever waits for the lock can time passes as soon as it is free. Freeing the
+    compiler's objects would keep a core busy for seconds.
+    """
+    prepare()
     busy = StoreError(f"another process compiles into {code_folder()}")
     with file_lock(code_folder() / "lock", busy, seconds=-1):
         for part in parts:
@@ -60,8 +71,8 @@ def main(parts: list[str]) -> None:
                     _report(part)
             else:
                 compile_part(part)
+        os._exit(0)
 
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    os._exit(0)  # freeing the compiler's objects would keep a core busy for seconds while others time their passes

@@ -28,8 +28,8 @@ checks that it is current. `hdtool COMMAND --help` fits on a screen: where not a
 users need.
 
 Exit codes: 0 success, 1 an error that you can fix (one line on standard error says how), 2 bad usage,
-130 interrupted by Ctrl-C, 141 a closed pipe. An option that has no effect with the chosen method or with
-another option is bad usage.
+130 interrupted by Ctrl-C, 141 a closed pipe. Options that have no effect with the chosen
+method or with another option are refused.
 """
 
 

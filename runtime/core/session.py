@@ -222,7 +222,7 @@ class Session(Generic[Key]):
         return fitted
 
     def _finish(self, launched: WaitForResults) -> list[Outcome[Key]]:
-        """Wait for the launched pass and accept tokens according to its logits; requests whose answers end leave."""
+        """Wait for the launched pass, accept tokens according to its logits, and free the slots of answers that end."""
         results, self._launched = launched(), None
         outcomes: list[Outcome[Key]] = [
             (state.request, self._conclude(slot, state, verified))

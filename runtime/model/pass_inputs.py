@@ -131,9 +131,9 @@ class AttentionMasks:
         return self._by_kind(self._hiding((columns <= positions[:, None])[None], positions[None], columns))
 
     def block_mask(self, positions: torch.Tensor, extent: int, causal: Collection[str] = ()) -> AttentionMask:
-        """Compute the mask ``[1, 1, rows, extent]`` of a block of tokens, each of which attends to the whole block.
+        """Compute the mask ``[1, 1, rows, extent]`` of tokens that attend to the context and to their whole block.
 
-        In layers of the kinds ``causal``, tokens don't attend to later ones.
+        In layers whose kind is in ``causal``, tokens don't attend to later ones.
         """
         columns = torch.arange(extent, device=positions.device)
         after = (columns > positions[:, None])[None]

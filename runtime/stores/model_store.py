@@ -341,10 +341,10 @@ class ModelRecord:
 
     @classmethod
     def of(cls, folder: Path, manifest: Manifest) -> ModelRecord:
-        """Return the record of a store, opened.
+        """Return the opened record of a store.
 
-        Raises StoreError if its checksum is wrong or a page of it is damaged, because LMDB may crash on such a file.
-        The pages are checked because whoever makes a store can make its checksums fit.
+        Raises StoreError if the record's checksum is wrong or one of its pages is damaged, because LMDB may crash on
+        such a file. The checksum alone isn't enough: a crafted file can come with a matching one.
         """
         file = manifest.files[RECORD_PART]
         if damaged_files(folder, replace(manifest, files={RECORD_PART: file})):

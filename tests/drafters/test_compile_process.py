@@ -59,16 +59,18 @@ def test_nothing_runs_beside_what_waited_for_the_last_part(program: Path) -> Non
     assert compile_process._processes[0]._process.poll() is not None
 
 
-def test_the_process_ends_without_freeing_its_objects(tmp_path: Path) -> None:
+def test_the_process_ends_with_the_lock_held_and_without_freeing_its_objects(tmp_path: Path) -> None:
     home = {"HDTOOL_HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path)}
     program = (
-        "import atexit, runpy, sys\natexit.register(print, 'freed')\n"
-        f"sys.argv = ['program']\nrunpy.run_module({compile_process.PROGRAM!r}, run_name='__main__')"
+        "import atexit\nfrom hdtool.data import durable_files\nfrom hdtool.runtime import compile_parts\n"
+        "from contextlib import contextmanager\n@contextmanager\ndef shown_lock(*place, **how):\n"
+        "    yield print('locked', flush=True)\n    print('free', flush=True)\n"
+        "compile_parts.file_lock = shown_lock\natexit.register(print, 'freed')\ncompile_parts.main([])"
     )
     ran = subprocess.run(
         isolated_python("-c", program), check=True, env={**os.environ, **home}, capture_output=True, text=True
     )
-    assert "freed" not in ran.stdout
+    assert ran.stdout == "locked\n"
 
 
 def test_only_what_is_missing_is_compiled_and_only_beside_another_core(
@@ -106,7 +108,7 @@ def test_the_process_collects_garbage_rarely(tmp_path: Path) -> None:
     program = (
         "import gc, sys\nfrom hdtool.runtime import compile_parts\n"
         "from hdtool.runtime.model import lean_imports\nassert 'torch' not in sys.modules\n"
-        "compile_parts.main([])\nassert gc.get_threshold()[0] == lean_imports.POSTPONED_THRESHOLD"
+        "compile_parts.prepare()\nassert gc.get_threshold()[0] == lean_imports.POSTPONED_THRESHOLD"
     )
     home = {"HDTOOL_HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path)}
     subprocess.run(isolated_python("-c", program), check=True, env={**os.environ, **home})

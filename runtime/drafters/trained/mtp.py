@@ -109,7 +109,10 @@ class LibraryMtp:
 
     @torch.inference_mode()
     def use_program(self, target: Target) -> None:
-        """Compute layers that a table describes by the engines' program, if that gives the same states."""
+        """If a table describes the layers, compute them by the engines' program, provided their states stay the same.
+
+        They may differ by rounding.
+        """
         described = _described(self._layers, target)
         if not described:
             return

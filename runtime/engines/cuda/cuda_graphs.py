@@ -1,4 +1,4 @@
-"""CUDA graphs: captures functions on a device, again after failures, and runs them directly if memory is short."""
+"""Captures functions as CUDA graphs, trying once more after a failure; if memory is short, they run uncaptured."""
 
 from __future__ import annotations
 
