@@ -80,7 +80,7 @@ def _reads_device(func: Any, args: Any) -> bool:
 
 
 def _copies_and_waits(func: Any, args: Any, options: dict[str, Any]) -> bool:
-    """Return True for a copy between host and device that blocks: all but non-blocking ones from or to pinned memory."""
+    """Return True for a copy between host and device that blocks: all but non-blocking ones with pinned memory."""
     if func is aten.copy_.default:
         to, source, *others = args
         if to.is_cuda == source.is_cuda:
