@@ -1,4 +1,8 @@
-"""Answers prompts: requests and samplers (``answer_plan.py``), sessions (``answerer.py``, ``dialogues.py``), texts.
+"""Answers prompts: everything that runs while a model generates.
+
+Three front ends plan answers (``answer_plan.py``) and drive a `core` ``Session``: ``answerer.py`` with ``dialogues.py``
+(the command line), `integrations/server`, and `integrations/hf_generate.py` (``model.generate``). A session asks
+`drafters` for trees and an engine (`engines`, through `target`) for passes.
 
 Of the subpackages, only `integrations` imports modules of this level. Of the rest of hdtool, ``runtime`` imports only
 ``data``.

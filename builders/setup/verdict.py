@@ -193,7 +193,10 @@ class Verdict:
     def _paying(self) -> str:
         if self.pays:
             with_method = f" with {self.method}" if self._offered else ""
-            return f"drafting pays: {self.measured:.2f} times as fast{with_method}, with the same answers"
+            same = "with the same answers"
+            if self.stages["answers"]["near_ties"]:
+                same = "with answers that differ at near ties only"
+            return f"drafting pays: {self.measured:.2f} times as fast{with_method}, {same}"
         steps, nodes = self.stages["answers"]["tokens_per_step"], self.stages["replay"]["draft_tokens_per_step"]
         return (
             f"drafting does not pay here: a step yields {steps:.2f} tokens, and its {nodes:.1f} draft tokens and their "

@@ -189,7 +189,7 @@ def _count(tokens: Ints, end: int, length: int, part: int, parts: int, positions
     """Count the sequences whose prefix hash falls into ``part``; return False if the table is too small.
 
     ``positions`` is the hash table: each slot holds a sequence's last position, or -1. ``repeats`` counts, per slot,
-    the documents with the sequence after the first.
+    the documents that contain the sequence, without the first of them.
     """
     room, mask = len(positions) // 4 * 3, len(positions) - 1
     begin = 0

@@ -192,7 +192,7 @@ class CostConfig(Settings, panel=Panel.MEASUREMENT):
         "in a second.",
     )
     teraflops: float | None = rare_setting(
-        None, "With --bandwidth: what the device computes in a second. Default: it never waits for it."
+        None, "With --bandwidth: what the device computes in a second. Default: computing takes no time."
     )
     overlap: float = rare_setting(
         0.0,

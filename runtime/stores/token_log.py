@@ -78,9 +78,10 @@ class TokenLog(Uncopyable):
         return np.zeros(1, LANE)
 
     def start(self, lane: Ints, tokens: Sequence[int] | Ints, *, learned: bool = False) -> None:
-        """Begin an answer that follows ``tokens``, whose last few are copied in front of the answer.
+        """Begin an answer to the prompt ``tokens``.
 
-        If ``learned``, all of ``tokens`` are appended, and can be matched.
+        The prompt's last few tokens are copied in front of the answer, on no chain. With ``learned``, the whole prompt
+        is appended instead, and can be matched.
         """
         self.grow()
         self._answers += 1

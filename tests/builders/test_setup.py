@@ -169,6 +169,12 @@ class TestVerdict:
     def replayed(self, **changed: Any) -> Verdict:
         return Verdict("my model", {**self.STAGES, "replay": {**self.STAGES["replay"], **changed}}, (), GREEDY)
 
+    def test_only_identical_answers_are_called_the_same(self) -> None:
+        assert any(line.endswith("times as fast, with the same answers") for line in self.verdict().lines())
+        near = self.verdict(identical=3, near_ties=1)
+        assert near.lossless
+        assert any(line.endswith("with answers that differ at near ties only") for line in near.lines())
+
     def test_more_answers_follow_from_the_learning_curve(self) -> None:
         """A doubling brought 2.0 / 1.9, so 5 % take log 1.05 / log (2.0 / 1.9) doublings: 0.951, or 934 answers."""
         (line, *_) = self.verdict().advice

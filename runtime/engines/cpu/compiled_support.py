@@ -164,7 +164,10 @@ def packed_experts(part: LayerParts[CompiledLinear]) -> Iterator[PackedMatrix]:
 
 
 def _split(layers: Sequence[CompiledLinear], sizes: Sequence[int]) -> list[MatmulRows]:
-    """Return the matmuls of several layers, or of a single one, which has rows for all sizes or only for the first."""
+    """Return one matmul per layer, or split a single layer that joins several into blocks of ``sizes`` rows.
+
+    Blocks beyond its last row are left out.
+    """
     if len(layers) > 1 or len(sizes) == 1 or not any(sizes):
         return list(map(MatmulRows.whole, layers))
     (joined,) = layers
