@@ -53,7 +53,7 @@ def test_the_installed_model_answers_with_stores_of_its_own(capfd: pytest.Captur
     words = " ".join(shown.split())  # lines are broken
     assert len(re.findall(r" 8 tokens, [\d.]+ per step; \d+ tokens/s, \d+\.\d\d times plain's \d+", words)) == 2
     assert re.search(
-        r" hdtool's compiled CPU layers, is [\d.]+ times as fast as transformers' generate( in CPU time)? "
+        r" hdtool's decoding loop, is [\d.]+ times as fast as transformers' generate( in CPU time)? "
         r"\(\d+ and \d+ tokens/s on one thread\)\. ",
         words,
     )

