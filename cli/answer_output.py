@@ -57,15 +57,16 @@ def passes_summary(target: Target) -> str:
 def stream_answer(answer: Answer, *, show: bool = True, color: bool = False) -> None:
     """Generate an answer; if ``show`` is True, stream it to stdout. Ctrl-C ends the answer and keeps its tokens."""
     printable = without_control_characters if sys.stdout.isatty() else str
-    pieces = (
-        (colored(printable(text), source) for text, source in answer.by_source()) if color else map(printable, answer)
-    )
+    length = 0  # of the text that was streamed
     try:
-        for piece in pieces:
+        for text, source in answer.by_source() if color else ((text, SourceId.NONE) for text in answer):
+            length += len(text)
             if show:
-                print(piece, end="", flush=True)
+                print(colored(printable(text), source), end="", flush=True)
     except KeyboardInterrupt:
         answer.interrupt()
+        if show:  # tokens whose text was not streamed yet
+            print(printable(answer.text[length:]), end="")
     if show:
         print(flush=True)
 

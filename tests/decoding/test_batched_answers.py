@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.drafters.drafter_factory import drafters_for
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
+from hdtool.runtime.generation.text_stream import TextStream
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.streamed_answer import Answer
 from hdtool.runtime.target.target import Target
@@ -200,6 +202,27 @@ def test_after_an_interrupt_unfinished_answers_are_yielded(capsys: pytest.Captur
         answers.append(answer)
     assert [answer.prompt.id for answer in answers] == ["p2", "p3", "p4"]
     assert sum(answer.interrupted for answer in answers) >= 2
+
+
+@pytest.mark.usefixtures("known_cost")
+@pytest.mark.parametrize("color", [False, True])
+def test_an_interrupt_before_the_text_of_a_step_leaves_no_token_out(
+    color: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = itertools.count()
+
+    def add(text: TextStream, ids: Sequence[int]) -> str:
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return added(text, ids)
+
+    added = TextStream.add
+    monkeypatch.setattr(TextStream, "add", add)
+    answerer = Answerer(ModelConfig(), DecodeConfig(max_new_tokens=60, batch_size=1), SamplingConfig())
+    (answer,) = answerer.all_answers(PROMPTS[2:3])
+    stream_answer(answer, color=color)
+    assert answer.interrupted and len(answer.output_ids) > 5
+    assert re.sub(r"\033\[\d*m", "", capsys.readouterr().out) == answer.text + "\n"
 
 
 @pytest.mark.usefixtures("known_cost")
