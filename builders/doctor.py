@@ -163,9 +163,7 @@ def _threads() -> Finding:
     measured = sum(1 for _ in (home() / "costs").glob("*/*.json"))
     text = f"{torch.get_num_threads()} at most; measured here: {count_of(measured, 'model')}"
     if not measured:
-        return Finding(
-            "threads", text, NOTE, "hdtool bench-cost --model MODEL measures a model once, on an idle machine"
-        )
+        return Finding("threads", text, NOTE, "hdtool bench-cost MODEL measures a model once, on an idle machine")
     return Finding("threads", text)
 
 
@@ -203,7 +201,7 @@ def store_findings() -> Iterator[Finding]:
     for item in items:
         yield _store(item)
     if not items:
-        advice = "hdtool build-model-db --model MODEL --from answers.jsonl"
+        advice = "hdtool build-model-db MODEL --from answers.jsonl"
         yield Finding("stores", "none: drafts come from the conversation and the history alone", NOTE, advice)
 
 
@@ -251,7 +249,7 @@ def _store(item: StoredItem) -> Finding:
         return Finding(item.name, item.fault, FIX, f"build it again, or hdtool stores remove {item.name}")
     tokens = f", {item.tokens:,} tokens" if item.tokens is not None else ""
     if item.kind == MODEL_KIND and not item.model:
-        command = f"hdtool build-model-db --model MODEL --from {item.folder}"
+        command = f"hdtool build-model-db MODEL --from {item.folder}"
         return Finding(item.name, f"names no model, so none finds it{tokens}", NOTE, command)
     whose = item.model.name if item.model else f"any model of the tokenizer {item.tokenizer}"
     return Finding(item.name, f"{whose}{tokens}")
@@ -329,7 +327,7 @@ def _tokenizer(config: ModelConfig) -> Iterator[Finding]:
 def _model_store(config: ModelConfig, model: Checkpoint | None, tokenizer: TokenizerFingerprint) -> Finding:
     if store := model_store_for(model, tokenizer):
         return Finding("model store", _described(store))
-    advice = f"hdtool build-model-db --model {shlex.quote(config.name)} --from answers.jsonl"
+    advice = f"hdtool build-model-db {shlex.quote(config.name)} --from answers.jsonl"
     return Finding("model store", "none of this model" if model else "none, as the weights are not here", NOTE, advice)
 
 

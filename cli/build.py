@@ -116,7 +116,7 @@ def _build(
         ranked = rankings_for(loading, fingerprint) if rankings else None
         settings |= {"model": model, "rankings": ranked}
         command = shlex.join(
-            ["hdtool", "build-model-db", "--model", "MODEL", *(word for name in inputs for word in ("--from", name))]
+            ["hdtool", "build-model-db", "MODEL", *(word for name in inputs for word in ("--from", name))]
         )
         on_models = partial(note_on_models, config=loading, checkpoint=model, command="" if loading.model else command)
     with (

@@ -74,7 +74,7 @@ def _build_command(loading: ModelConfig, answers: Path) -> str:
     """Return the command that builds a model store from the collected answers."""
     command = ["hdtool", "build-model-db"]
     if loading.model:
-        command += ["--model", loading.model]
+        command.append(loading.model)
     if loading.gguf_file:
         command += ["--gguf-file", loading.gguf_file]
     if loading.revision:

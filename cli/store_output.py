@@ -53,7 +53,7 @@ def store_table(items: list[StoredItem], home: str) -> str:
     faults = [f"\n{item.name}: {item.fault}" for item in items if item.fault]
     unnamed = [item for item in items if item.kind == MODEL_KIND and not item.model and not item.fault]
     advice = [
-        f"\n{item.name} names no model, so none finds it: hdtool build-model-db --model MODEL --from {item.folder}"
+        f"\n{item.name} names no model, so none finds it: hdtool build-model-db MODEL --from {item.folder}"
         for item in unnamed
     ]
     total = f"\n{len(items)} in {home}, {abbreviated(sum(item.bytes for item in items))}B in total"

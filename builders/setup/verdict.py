@@ -89,7 +89,7 @@ class Verdict:
         return self._command("generate", *method) + ' "..."'
 
     def _command(self, name: str, *more: str) -> str:
-        return shlex.join(["hdtool", name, "--model", self.model, *self.options, *more])
+        return shlex.join(["hdtool", name, self.model, *self.options, *more])
 
     @property
     def advice(self) -> list[str]:

@@ -211,7 +211,7 @@ class TestVerdict:
         assert "44.0 tokens/s with hd, 22.0 without drafts: 2.00 times" in lines[0]
         assert "39.0 tokens/s with hd, 20.0 without drafts: 1.95 times" in lines[1]
         assert "1.50 tokens per step from the conversation alone, 2.00 with the model store" in lines[2]
-        assert lines[-1].endswith("hdtool generate --model 'my model' --threads 2 \"...\"")
+        assert lines[-1].endswith("hdtool generate 'my model' --threads 2 \"...\"")
 
     def test_where_it_does_not_pay_the_verdict_gives_the_reason(self) -> None:
         verdict = self.verdict(tokens_per_second={"generate": 15.0, "ar": 20.0, "hd": 20.5})
@@ -232,7 +232,7 @@ class TestVerdict:
         lines = found.lines()
         assert lines[2] == "drafter   50.0 tokens/s with hd+mtp: 2.50 times, 3.50 tokens per step"
         assert "drafting pays: 2.50 times as fast with hd+mtp" in lines[5]
-        assert found.next_command == "hdtool generate --model 'my model' --threads 2 --method hd+mtp \"...\""
+        assert found.next_command == "hdtool generate 'my model' --threads 2 --method hd+mtp \"...\""
         assert found.to_json()["method"] == "hd+mtp"
         slower = self.verdict(tokens_per_second=speeds | {"hd": 60.0}, offered=offered)
         assert slower.method == "hd" and "--method" not in slower.next_command
@@ -255,7 +255,7 @@ class TestVerdict:
             "measured  19.0 tokens/s with hd at temperature 0.7, 20.0 without drafts: 0.95"
         )
         assert "the prediction differs" in greedy.lines()[3] and "the prediction differs" not in found.lines()[3]
-        assert found.next_command == "hdtool generate --model 'my model' --temperature 0.7 --method ar \"...\""
+        assert found.next_command == "hdtool generate 'my model' --temperature 0.7 --method ar \"...\""
         sampling = {"temperature": 0.7, "top_k": None, "top_p": None, "repetition_penalty": None, "seed": 3}
         assert found.to_json()["sampling"] == sampling
 
@@ -269,7 +269,7 @@ class TestVerdict:
         assert measured.startswith("measured  39.0 tokens/s with hd, 20.0 without drafts; 15.0 by transformers'")
         assert judged == f"verdict   {busy[:-1]}, with the same command."
         assert "times" not in "".join(verdict.lines())
-        assert verdict.next_command == 'hdtool generate --model m "..."'
+        assert verdict.next_command == 'hdtool generate m "..."'
         row = verdict.to_json()
         assert (row["pays"], row["doubt"], row["reason"]) == (None, busy, judged.removeprefix("verdict   "))
         wrong = Verdict("m", {**stages, "answers": {**stages["answers"], "identical": 1}}, (), GREEDY)
@@ -280,7 +280,7 @@ class TestVerdict:
         assert "3 of 4 answers identical, 1 differs at near ties" in self.verdict(identical=3, near_ties=1).lines()[1]
         wrong = self.verdict(identical=3)
         assert not wrong.pays
-        assert "NOT lossless: run hdtool verify --model 'my model' --threads 2 and report" in wrong.lines()[3]
+        assert "NOT lossless: run hdtool verify 'my model' --threads 2 and report" in wrong.lines()[3]
 
 
 @pytest.fixture

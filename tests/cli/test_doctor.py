@@ -43,7 +43,7 @@ def test_a_sound_installation(capfd: pytest.CaptureFixture[str]) -> None:
     found = checked(capfd)
     assert found["torch"]["found"] == metadata.version("torch")
     assert found["home"]["state"] == "ok" and "home" in found["home"]["found"]
-    assert found["stores"]["advice"].startswith("hdtool build-model-db --model MODEL")
+    assert found["stores"]["advice"].startswith("hdtool build-model-db MODEL")
     assert not [each for each in found.values() if each["state"] == "mend"]
     assert found["decoding"]["found"].startswith("the embedded model gives 10 tokens in")
 
@@ -171,7 +171,7 @@ def test_a_model_that_is_not_whole(tmp_path: Path, capfd: pytest.CaptureFixture[
     (model / "chat_template.jinja").unlink()
     found = checked(capfd, "--model", str(model), code=1)
     assert found["weights"]["state"] == "mend"
-    assert found["model store"]["advice"] == f"hdtool build-model-db --model '{model}' --from answers.jsonl"
+    assert found["model store"]["advice"] == f"hdtool build-model-db '{model}' --from answers.jsonl"
     assert found["chat template"]["state"] == "note"
 
 

@@ -190,7 +190,7 @@ def test_a_store_that_names_no_model_is_mentioned_opened_and_taken_over(
     assert f"{unnamed} holds answers of a model that it does not name" in said
     assert f"drafting from {unnamed} (" in noted(capfd, "--model", tuned, "--model-db", str(unnamed))
     assert run(["stores"]) == 0
-    assert f"hdtool build-model-db --model MODEL --from {unnamed}" in capfd.readouterr().out
+    assert f"hdtool build-model-db MODEL --from {unnamed}" in capfd.readouterr().out
     adopted = json_of(capfd, "build-model-db", "--model", tuned, "--from", str(unnamed))
     assert adopted["model"]["name"] == "tuned"
     assert adopted["counts"] == read_manifest(unnamed).counts and adopted["sources"][0]["name"] == "answers.jsonl"
@@ -329,11 +329,11 @@ def test_one_of_a_thing_is_singular(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 COMMANDS_FOR = {
-    "smollm2": "hdtool build-model-db --model smollm2 --from named.jsonl builds one for that model",
-    "vicuna-7b-v1.3": "hdtool build-model-db --model MODEL --from named.jsonl, where MODEL is its folder or hub name",
-    "~nobody-here/x": "--model '~nobody-here/x' --from",
-    "org/name; echo": "--model 'org/name; echo' --from",
-    "n" * 300: "--model MODEL --from",
+    "smollm2": "hdtool build-model-db smollm2 --from named.jsonl builds one for that model",
+    "vicuna-7b-v1.3": "hdtool build-model-db MODEL --from named.jsonl, where MODEL is its folder or hub name",
+    "~nobody-here/x": "build-model-db '~nobody-here/x' --from",
+    "org/name; echo": "build-model-db 'org/name; echo' --from",
+    "n" * 300: "build-model-db MODEL --from",
 }
 
 
