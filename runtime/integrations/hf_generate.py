@@ -47,7 +47,7 @@ from hdtool.runtime.model.transformers_internals import (
 )
 from hdtool.runtime.stores.store_opener import StoreOpener
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.target.load import Loaded, ends_of
+from hdtool.runtime.target.load import Loaded, ends_of, target_of_loaded
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.weights.model_in_memory import checkpoint_in_memory
 
@@ -300,8 +300,10 @@ class Generator:
         identity = device_of(model), model.dtype, embedded_tokens(model)
         if target is None or target.model is not model or (target.device, target.dtype, target.vocabulary) != identity:
             self._target = target = None  # frees the old cache first
-            self._target = target = Target(model)
-            target.compile()  # succeeds for models that ``load`` returned for a CPU
+            if (target := target_of_loaded(model)) is None:
+                target = Target(model)
+                target.compile()  # succeeds for models that ``load`` returned for a CPU
+            self._target = target
             self._drafters.clear()
         return target
 

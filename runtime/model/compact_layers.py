@@ -7,6 +7,9 @@ weight.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -182,8 +185,23 @@ def _has_same_bits(narrow: Stored) -> bool:
     )
 
 
+_EXPANDS = ContextVar("_EXPANDS", default=True)
+
+
+@contextmanager
+def compact_states() -> Iterator[None]:
+    """In this block, state dicts hold compact weights as they are, for callers that read names and shapes only."""
+    before = _EXPANDS.set(False)
+    try:
+        yield
+    finally:
+        _EXPANDS.reset(before)
+
+
 def _expand_state(module: Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
     """Expand compact weights in a state dict to float32, as needed for saving; tied weights keep sharing memory."""
+    if not _EXPANDS.get():
+        return
     expanded: dict[int, torch.Tensor] = {}
     for name, weight in state.items():
         if is_compact(weight):

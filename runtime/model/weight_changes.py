@@ -165,6 +165,11 @@ class ModelChanges:
         finally:
             self._notices = noticed
 
+    @property
+    def is_unchanged(self) -> bool:
+        """True if the model has a record and is as recorded, except for in-place writes to weights."""
+        return self._recorded is not None and self._recorded.is_same()
+
     def record(self, *, holds_memory: bool) -> None:
         self._recorded = RecordedModel(self._model)
         self._memory = self._recorded.memory() if holds_memory else []

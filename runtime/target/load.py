@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 import transformers
@@ -94,6 +95,19 @@ class Loaded:
         return ends_of(self.target.model.generation_config.eos_token_id, self.tokenizer)
 
 
+_TARGETS: WeakValueDictionary[int, Target] = WeakValueDictionary()
+"""Targets that ``load`` returned and that are still in use, by the id of their model."""
+
+
+def target_of_loaded(model: PreTrainedModel) -> Target | None:
+    """Return another target of a model that ``load`` returned, which computes as that one does.
+
+    Return None if the model would have to be checked again, as after a change, or if its first target is gone.
+    """
+    loaded = _TARGETS.get(id(model))  # a target holds its model, so the id is not that of another one
+    return loaded.twin() if loaded else None
+
+
 @core_left_free()
 def load(config: ModelConfig | str) -> Loaded:
     """Load the model and tokenizer that ``config`` names; if it names none, load the built-in demo model.
@@ -111,7 +125,11 @@ def load(config: ModelConfig | str) -> Loaded:
     tokenizer = load_tokenizer(config)
     if config.quantization in BLOCKS and (device.type != "cpu" or leader() or not EXPANDS_FLOAT16):
         raise OptionError(NO_BLOCKS.format(scheme=config.quantization))
-    return Loaded(config.name, _placed_target(config, settings, device), tokenizer, checkpoint_of(config))
+    target = _placed_target(config, settings, device)
+    if target.processes == 1:
+        target.notice_changes()  # records the model, so that later changes are seen
+        _TARGETS[id(target.model)] = target
+    return Loaded(config.name, target, tokenizer, checkpoint_of(config))
 
 
 def _placed_target(config: ModelConfig, settings: Any, device: torch.device) -> Target:

@@ -136,6 +136,20 @@ class Target(BackendEngine):
             self.use_compiled(compile_cpu(self.stock, self.facts, proved=proved))
         return self.compiled is not None
 
+    def twin(self) -> Target | None:
+        """Return another target of the model, with a cache of its own, which isn't checked again.
+
+        Return None if the model has changed since the last prompt, or can't be computed without being checked.
+        """
+        is_simple = not self.captured and not self.facts.recurrent and self.takes_trees
+        if not is_simple or not self._changes.is_unchanged:
+            return None
+        twin = Target(self.model, facts=self.facts)
+        if self.compiled and twin.compile(proved=True) and self.compiled.activations_are_int8:
+            assert twin.compiled
+            twin.compiled.use_int8_activations()
+        return twin
+
     def use_compiled(self, compiled: CompiledModel | None) -> None:
         """Use these compiled passes from now on, or none."""
         self.compiled = compiled

@@ -12,6 +12,7 @@ from hdtool.data import demo
 from hdtool.data.artifact import Artifact
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.kernels.compact_weight import is_packed
+from hdtool.runtime.model.compact_layers import compact_states
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_in, name_in_words
 from hdtool.runtime.weights.gguf_file import GGUFFile
 from hdtool.runtime.weights.gguf_folder import KIND as GGUF
@@ -59,7 +60,8 @@ def _store_in(folder: Path, model: PreTrainedModel) -> WeightStore | None:
 
 def _is_unchanged(model: PreTrainedModel, folder: Path) -> bool:
     """Return True if rows of a model's weights equal those in its files, as far as both can be compared."""
-    store = _store_in(folder, model)
+    with compact_states():
+        store = _store_in(folder, model)
     if store is None:
         return True
     parameters = (

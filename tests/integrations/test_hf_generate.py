@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -283,6 +284,72 @@ def test_an_answer_that_is_cut_finishes_by_its_length() -> None:
 @pytest.fixture(scope="module")
 def embedded() -> Loaded:
     return load(ModelConfig())
+
+
+def test_a_loaded_model_is_not_checked_again_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(ModelConfig())
+    model: Any = loaded.target.model
+    truth = ask(model).tolist()
+    with monkeypatch.context() as patched:
+        patched.setattr(Target, "_prove", lambda target: pytest.fail("the model is checked again"))
+        generator = Generator()
+        assert ask(model, custom_generate=generator).tolist() == truth
+        assert generator._target and generator._target.compiled
+        held = model.model.layers[0].input_layernorm.weight
+        model.model.layers[0].input_layernorm.weight = torch.nn.Parameter(2 * held.detach())
+        with pytest.raises(pytest.fail.Exception):
+            ask(model, custom_generate=Generator())
+    assert ask(model, custom_generate=Generator()).tolist() == ask(model).tolist() != truth
+
+
+def test_the_choices_of_load_hold() -> None:
+    loaded = load(ModelConfig(fused_layers=False))
+    generator = Generator()
+    ask(loaded.target.model, custom_generate=generator)
+    assert generator._target and not generator._target.compiled
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_generators_and_decode_may_use_a_loaded_model_in_turn(embedded: Loaded, is_nested: bool) -> None:
+    model: Any = embedded.target.model
+    prompts = [prompt_of(6 + number) for number in range(4)]
+    expected = [generated(model, prompt, MAX_NEW_TOKENS) for prompt in prompts]
+    generators, turns = [Generator(), Generator()], itertools.count()
+
+    def ask_another() -> None:
+        turn = next(turns)
+        prompt = prompts[1 + turn % 3]
+        found = ask(model, prompt, custom_generate=generators[turn % 2])
+        assert found[0, len(prompt) :].tolist() == expected[1 + turn % 3]
+
+    class Asking(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            ask_another()
+            return scores
+
+    processors = LogitsProcessorList([Asking()] if is_nested else [])
+    sampler = Sampler(SamplingConfig(), prompts[0], processors=processors)
+    tokens = list[int]()
+    for step in decode(embedded.target, prompts[0], sampler, max_new_tokens=MAX_NEW_TOKENS):
+        tokens += step.tokens
+        ask_another()
+    assert tokens == expected[0]
+
+
+def test_threads_may_use_a_loaded_model_at_the_same_time(embedded: Loaded) -> None:
+    model: Any = embedded.target.model
+    prompts = [prompt_of(8 + turn) for turn in range(4)]
+    expected = [ask(model, prompt)[0].tolist() for prompt in prompts]
+    together = Barrier(len(prompts))
+
+    def answers(prompt: list[int]) -> list[Any]:
+        generator = Generator()
+        together.wait()
+        return [ask(model, prompt, custom_generate=generator)[0].tolist() for _ in range(5)]
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        for truth, found in zip(expected, pool.map(answers, prompts), strict=True):
+            assert found == [truth] * 5
 
 
 def test_stop_strings_end_inside_a_draft(embedded: Loaded) -> None:

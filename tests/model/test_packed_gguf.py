@@ -185,7 +185,9 @@ def test_the_model_is_recognised_until_its_weights_change(tmp_path: Path) -> Non
     loaded = hdtool.load(str(file))
     model: Any = loaded.target.model
     assert loaded.checkpoint
+    before = [weight.expansions.count for weight in model.parameters() if is_compact(weight)]
     assert checkpoint_in_memory(model) == Checkpoint(loaded.checkpoint.fingerprint, model.name_or_path.split("/")[-1])
+    assert before == [weight.expansions.count for weight in model.parameters() if is_compact(weight)] != []
     wide = load(ModelConfig(str(file), device="cpu", dtype="float32")).target.model
     assert fingerprint(model) == fingerprint(wide)
     for changed in (model.model.layers[0].mlp.down_proj, model.model.layers[1].mlp.up_proj):
