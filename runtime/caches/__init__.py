@@ -1,4 +1,4 @@
-"""KV caches and recurrent states, kept between answers: slots for sequences, for each kind of layer.
+"""Slots for sequences: each keeps its KV cache, recurrent states and tokens after the answer ends.
 
 Imports only `data`, `runtime/core` and `runtime/kernels`.
 """

@@ -1,8 +1,8 @@
 """Static KV cache: preallocated keys and values of all layers, and the states of recurrent layers.
 
-The accepted context comes first, directly followed by the tree being verified. Committing a path gathers its
-positions in all layers at once, and the next step overwrites rejected positions. Recurrent states are those after the
-accepted context: only committing a path changes them, not the pass over the tree.
+The accepted context comes first, directly followed by the tree being verified. Committing a path moves its positions to
+the end of the context, and the next step overwrites rejected positions. Recurrent states are those after the accepted
+context: a pass over a tree leaves them unchanged, and committing a path advances them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ NO_TENSOR = torch.empty(0)
 GROWTH = 64
 """Capacities are rounded up to a multiple of this, so that answers of similar length reuse a cache."""
 MIN_EXTENT = 512
-"""Smallest extent in cache positions. Larger extents are a power of two times this, or halfway between two of those."""
+"""Smallest extent: the number of cache positions that a captured step reads.
+
+Larger extents are this times a power of two, or halfway between two of those.
+"""
 
 
 def extent_for(rows: int) -> int:
@@ -124,9 +127,9 @@ class KVTensors:
         return [TensorLayout.of(tensor) if tensor.is_cpu else None for tensor in self.tensors]
 
     def move(self, start: int, path: Sequence[int]) -> None:
-        """Move the contents of positions ``start + path`` to ``start`` and onwards, in a single slot.
+        """Move the contents of positions ``start + path`` to ``start``, ``start + 1`` and so on.
 
-        The offsets in ``path`` must increase.
+        The tensors must hold a single slot, and the offsets in ``path`` must increase.
         """
         offsets = np.array(path, np.int64)
         for tensor, layout in zip(self.tensors, self._layouts, strict=True):
@@ -234,7 +237,8 @@ class StaticKVCache:
     def copy_from(self, source: StaticKVCache, length: int | None = None) -> None:
         """Copy the keys and values of the first ``length`` tokens of ``source``, by default all that are valid.
 
-        The tokens must fit in ``capacity`` positions.
+        The tokens must fit in ``capacity`` positions. ``source`` makes its pending move first; later positions here
+        are zeroed.
         """
         source.settle()
         self.pending_move = self._interrupted_from = None

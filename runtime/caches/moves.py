@@ -17,7 +17,7 @@ MAX_DEFERRED_MOVES = 16
 Longer paths are rare and moved immediately.
 """
 WORD_SIZE = 2
-"""Number of bytes that ``move_on_host`` copies at once, which divides the size of each cached dtype."""
+"""Number of bytes that ``move_on_host`` copies at a time. The size of each cached dtype is a multiple of it."""
 
 
 class TensorLayout(NamedTuple):
@@ -38,7 +38,7 @@ class TensorLayout(NamedTuple):
 
 
 def must_move(path: Sequence[int]) -> bool:
-    """Return True if a path's positions must move; they needn't if its increasing offsets are 0, 1, 2 and so on."""
+    """Return True unless the increasing offsets in ``path`` are 0, 1, 2 and so on, and so already in place."""
     return len(path) > 0 and path[-1] != len(path) - 1
 
 
@@ -53,7 +53,10 @@ def move_on_host(
     start: int,
     path: Array,
 ) -> None:
-    """Move the contents of positions ``start + path`` to ``start``, ``start + 1`` and so on, in each row and head."""
+    """Move the contents of positions ``start + path`` to ``start``, ``start + 1`` and so on, in each row and head.
+
+    The offsets in ``path`` must increase.
+    """
     words = position_size // WORD_SIZE
     for row in range(rows):
         for head in range(heads):
@@ -72,7 +75,7 @@ def compile_moves() -> None:
 
 @torch.inference_mode()
 def move_on_device(tensors: Sequence[torch.Tensor], moved_to: torch.Tensor, moved_from: torch.Tensor) -> None:
-    """Move positions ``moved_from [slots, moves]`` to consecutive ones from ``moved_to [slots]`` on."""
+    """Move each slot's positions ``moved_from [slots, moves]`` to consecutive ones from ``moved_to [slots]`` on."""
     slots, moves = moved_from.shape
     targets = moved_to[:, None] + torch.arange(moves, device=moved_to.device)
     for tensor in tensors:

@@ -50,8 +50,8 @@ def tensors_of(cache: Any) -> dict[TensorPath, torch.Tensor]:
 def with_views_of(longer: Any, cache: Any, shared: Collection[TensorPath]) -> Any:
     """Return a copy of ``cache`` with tensors replaced by views into ``longer``, a later cache of the same sequence.
 
-    A tensor at one of the paths ``shared`` becomes a view of the tensor at that path in ``longer`` if the latter begins
-    with the former.
+    Only tensors at the paths ``shared`` are replaced, and only if the tensor at the same path in ``longer`` begins with
+    the same values.
     """
     others = tensors_of(longer)
 
@@ -139,7 +139,7 @@ NOTHING_READ = Snapshot(0, None)
 
 
 class ReplayedCaches(KeptStates):
-    """Library caches after some prefixes of a sequence; tokens after the last prefix must be read again."""
+    """``transformers`` caches after some prefixes of a sequence; tokens after the prefix used must be read again."""
 
     keeps_states = True
 
@@ -173,7 +173,7 @@ class ReplayedCaches(KeptStates):
         self.older = kept(before, self.filled)
 
     def copy_of_filled(self) -> Any:
-        """Return a copy of ``filled``'s cache for a pass over further tokens; None if no pass has made one."""
+        """Return a copy of the cache in ``filled`` for a pass over further tokens; None if nothing has been read."""
         return copied(self.filled.states, self._shared)
 
     def cut(self, length: int) -> None:

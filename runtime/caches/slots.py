@@ -94,17 +94,17 @@ class Slot:
         self.tokens += tokens
 
     def begin_commit(self, tree: DraftTree, hidden: torch.Tensor | None) -> None:
-        """Note the tree that a pass verifies, of which ``commit`` then accepts a path, and its hidden states."""
+        """Record the tree that a pass verifies, and the hidden states of its rows, until ``commit`` accepts a path."""
         self.tree, self.hidden_of_tree = tree, hidden
 
     def hold_states(self, states: Any, place: int = 0) -> None:
-        """Note the states after each row of the verified tree; ``place`` is the slot's index in the pass."""
+        """Record the states after each row of the verified tree; ``place`` is the slot's index in the pass."""
         self.kept.hold(states, place)
 
     def commit(self, path: Sequence[int], *, deferred: bool = False) -> None:
-        """Accept the root and the nodes of ``path``.
+        """Accept the root and the nodes of ``path``; do nothing if no tree was verified since the last commit.
 
-        With ``deferred``, moving their positions in the cache may be left to the next captured step.
+        With ``deferred``, moving the nodes' positions in the cache may be left to the next captured step.
         """
         tree, hidden = self.tree, self.hidden_of_tree
         if tree is None:  # the prompt was read, but no tree verified
@@ -124,7 +124,10 @@ class Slot:
         return self.hidden[0] if self.hidden else None
 
     def copy_from(self, source: Slot, length: int | None = None) -> None:
-        """Copy the first ``length`` tokens of another slot, by default all, with their keys, values and states."""
+        """Copy the first ``length`` tokens of another slot, by default all valid ones, with all that it keeps of them.
+
+        The owner, the version and the time of the last use are copied, too.
+        """
         self.kv.copy_from(source.kv, length)
         self.kept.copy_from(source.kept, self.length)
         self.tokens = source.tokens[: self.kv.length]
@@ -163,7 +166,7 @@ class Cache:
 
     @torch.inference_mode()
     def reserve(self, capacity: int, wished: int = 0) -> None:
-        """Grow each slot to ``capacity`` positions, or to ``wished`` if that is more and memory allows.
+        """Grow slots of fewer than ``capacity`` positions to that many, or to ``wished`` if memory allows.
 
         The slots keep their contents.
         """
@@ -178,7 +181,10 @@ class Cache:
 
     @torch.inference_mode()
     def fill_unread(self, slot: int, tokens: Sequence[int], room: int) -> None:
-        """Fill a slot with tokens that no pass reads, to time later passes; reserve ``room`` more positions."""
+        """Append tokens to an empty slot, with constant keys and values instead of a pass, to time later passes.
+
+        ``room`` is the number of further positions to reserve.
+        """
         self.reserve(len(tokens) + room)
         for keys, values in self.slots[slot].kv.storage.layers:
             for numbers in (keys, values):
@@ -211,7 +217,7 @@ class Cache:
 
     @torch.inference_mode()
     def swap(self, first: int, second: int) -> None:
-        """Exchange two slots. If memory is short, ``second`` replaces ``first`` instead."""
+        """Exchange two slots. If memory is short, only copy ``second`` to ``first``."""
         try:
             copy = self.saved(first)
         except torch.OutOfMemoryError:

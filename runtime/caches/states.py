@@ -173,7 +173,7 @@ class KeptStates:
 
     @property
     def has_begun(self) -> bool:
-        """True if the states include a token, or if there are none."""
+        """True if a token has been read into the states, or if there are no states."""
         return True
 
     def resumes_at(self, shared: int) -> int:
@@ -187,7 +187,7 @@ class KeptStates:
         """Keep a copy of the current states, from which another prompt may continue."""
 
     def cut(self, length: int) -> None:
-        """Go back to the states after ``length`` tokens."""
+        """Go back to the states after ``length`` tokens, if they were kept."""
 
     def begin_prefill(self, length: int) -> None:
         """Note that a pass begins to update the states after ``length`` tokens."""
@@ -196,13 +196,13 @@ class KeptStates:
         """Note that the states include ``length`` tokens."""
 
     def hold(self, states: Any, place: int) -> None:
-        """Note the states after the rows of a tree, verified by a pass in which the slot has the index ``place``."""
+        """Record the states after each row of a verified tree; ``place`` is the slot's index in the pass."""
 
     def commit(self, rows: Sequence[int], length: int) -> None:
-        """Advance to the end of a path of the verified tree, after which there are ``length`` tokens."""
+        """Advance the states along a path of the verified tree, after which the context has ``length`` tokens."""
 
     def copy_from(self, source: Any, length: int) -> None:
-        """Copy the states after at most ``length`` tokens of another slot."""
+        """Copy from another slot the states that include at most ``length`` tokens."""
 
 
 class Snapshot(NamedTuple):
@@ -232,7 +232,7 @@ class SlotStates(KeptStates):
     def __init__(self, states: States) -> None:
         self._states = states
         self._length = 0
-        """Number of accepted tokens read into the states; -1 during an update, and after an interrupted one."""
+        """Number of accepted tokens read into the states; -1 if they are unusable, as while a pass updates them."""
         self._snapshots: list[Snapshot] = []
         self.of_tree: StatesOfTree | None = None
         self._place = 0

@@ -14,7 +14,7 @@ from hdtool.runtime.caches.states import StateLayer
 
 
 class KVLayer(CacheLayerMixin):
-    """A ``transformers`` cache layer that writes keys and values by the view that it belongs to."""
+    """A ``transformers`` cache layer whose keys and values are written by the ``KVView`` that contains it."""
 
     is_sliding = False  # old positions are kept; sliding windows are part of the masks
     supports_early_init = False
@@ -78,7 +78,7 @@ class KVView(Cache):
 
 
 class SlotKVCache(KVView):
-    """A view for a pass whose rows follow contexts of lengths that the host knows."""
+    """A view for a pass that appends rows to contexts whose lengths the host knows."""
 
     def __init__(self, storage: KVTensors, lengths: Sequence[int], *, has_begun: bool = True) -> None:
         super().__init__(storage, len(lengths), max(lengths), has_begun=has_begun)

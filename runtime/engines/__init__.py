@@ -2,5 +2,5 @@
 
 `backend` has their interface, and an engine that runs each pass by the first backend that accepts it; `capture`
 defines how passes are captured on a device. These two import only `data`, `runtime/caches`, `runtime/core` and
-`runtime/model`; each subfolder says what it imports.
+`runtime/model`.
 """

@@ -60,7 +60,7 @@ class Backend:
         """From now on, make each pass return the output layer's input, followed by the outputs of ``layers``."""
 
     def capacity_for(self, needed: int, context: int, slots: int) -> int:
-        """Return the number of positions per slot to allocate if ``needed`` are, for a context of this length."""
+        """Return how many positions to allocate per slot, at least ``needed``, for a context of ``context`` tokens."""
         return needed
 
     def prefill(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:
@@ -143,8 +143,8 @@ class BackendEngine:
     def prefill(self, cache: Cache, slot: int, tokens: Sequence[int], start: int = 0, *, room: int = 0) -> Verified:
         """Truncate a slot's context to ``start`` tokens, then prefill ``tokens``.
 
-        Return the logits ``[1, vocabulary]`` after the last token. ``room`` is the number of positions to reserve for
-        further tokens.
+        Return the logits ``[1, vocabulary]`` after the last token, and the hidden states of the whole context if they
+        are recorded. ``room`` is the number of positions to reserve for further tokens.
         """
         end = start + len(tokens)
         needed = end + room + LARGEST_TREE + 1
@@ -166,11 +166,11 @@ class BackendEngine:
         return self.launch(cache, trees, options)()
 
     def launch(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> WaitForResults:
-        """Start to verify tree ``i`` in slot ``i``, all in a single pass; return a function for the results.
+        """Start to verify tree ``i`` in slot ``i``, all in a single pass; return a function that returns the results.
 
-        Only a captured step starts now. If another step has begun by the time the function is called, for another
-        answer, it has overwritten the results, and the function runs this step again. The results are the same, because
-        the slots' contexts don't change before ``commit``.
+        Only a captured step starts now; another pass runs when the function is called. If another answer's step has
+        overwritten the results by then, the function runs this step again. That gives the same results, because the
+        slots' contexts don't change before ``commit``.
         """
         if not self.captures:
             return partial(self._verify, cache, trees, options)
@@ -199,7 +199,7 @@ class BackendEngine:
         return verified
 
     def make_room(self, cache: Cache, trees: int) -> int:
-        """Reserve room for the largest tree in each of the first slots; return the length of context to log."""
+        """Reserve room for the largest tree after each of the first ``trees`` contexts; return their length to log."""
         lengths = [slot.length for slot in cache.slots[:trees]]
         longest = max(lengths)
         if longest + LARGEST_TREE >= cache.capacity:
@@ -226,7 +226,7 @@ class BackendEngine:
 
 
 def _begin_commit(cache: Cache, trees: Sequence[DraftTree], verified: Sequence[Verified]) -> None:
-    """Let each slot know the tree that a pass verifies, so that ``commit`` can accept a path of it."""
+    """Record in each slot the tree that a pass verifies, for ``commit``, and in each result its slot."""
     for slot, tree, result in zip(cache.slots, trees, verified, strict=False):
         slot.begin_commit(tree, result.hidden)
         result.slot = slot

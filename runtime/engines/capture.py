@@ -77,7 +77,10 @@ class CapturedRuns(dict[Shape, CapturedRun[Output]]):
     def of(
         self, shape: Shape, compute: Callable[[], Output], before: Callable[[], None] = lambda: None
     ) -> CapturedRun[Output]:
-        """Return the captured function of a shape; if there is none, capture ``compute`` after calling ``before``."""
+        """Return the captured function of a shape.
+
+        If there is none, or another attempt is due, call ``before`` and then capture ``compute``.
+        """
         captured = self.get(shape)
         if captured is None or captured.is_due():
             before()
@@ -85,7 +88,7 @@ class CapturedRuns(dict[Shape, CapturedRun[Output]]):
         return captured
 
     def of_any(self, shape: Shape, compute: Callable[[], Output]) -> CapturedRun[Output] | None:
-        """Do as ``of`` does, but return None from the first time on that a function cannot be captured."""
+        """Do as ``of`` does, but return None if capturing raises an error, and in all later calls."""
         try:
             return None if self.has_failed else self.of(shape, compute)
         except Exception:  # code that cannot be captured may raise any error

@@ -75,7 +75,7 @@ def mixture_parts(layer: Module, router: str) -> MixtureParts[Any] | None:
 def is_known_mixture(
     parts: MixtureParts[Any], layer: Module, width: int, epsilon: float, support: EngineSupport[Any]
 ) -> bool:
-    """Return True if the modules, parameters, attributes and shapes of a mixture's router are as expected."""
+    """Return True if the engine supports a mixture's router, whose modules, parameters and attributes must be known."""
     router, package = parts.router, package_of(layer)
     norm: Any = router._modules.get("norm")
     projection: Any = router._modules.get("proj")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Matmul = TypeVar("Matmul", bound=Module)
 SHARED = -1
-"""Index of an attention that several layers may share."""
+"""``layer_idx`` of an attention module that several layers may share."""
 
 
 def with_attention(

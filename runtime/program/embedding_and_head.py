@@ -1,4 +1,4 @@
-"""Describes what surrounds a model's layers: rotary positions, windows, per-layer inputs, embeddings and logits."""
+"""Describes rotary positions, windows, per-layer inputs, embeddings and logits; checks norms and activations."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def input_parts(layer: Module) -> InputParts[Any] | None:
 
 
 def layer_inputs(decoder: Any, layers: int, width: int, support: EngineSupport[Matmul]) -> LayerInputs[Matmul] | None:
-    """Return the decoder's modules for per-layer inputs of width ``width``; None if the engine can't use them."""
+    """Return the decoder's modules for per-layer inputs; None if modules are missing or the engine can't use them."""
     embedding, projection, norm = (decoder._modules.get(name) for name in (EMBEDDING, PROJECTION, PROJECTION_NORM))
     scale: Any = getattr(decoder, "per_layer_model_projection_scale", None)
     input_scale: Any = getattr(decoder, "per_layer_input_scale", None)
@@ -172,7 +172,7 @@ def rotary_kinds(parts: ModelParts[Any]) -> list[str | None]:
 
 
 def windows_of_layers(config: Any, windows: Sequence[AttentionWindow]) -> list[AttentionWindow] | None:
-    """Return the window of each layer, of a model's ``windows``; None if attention is chunked or of an unknown type."""
+    """Return each layer's window of ``windows``, chosen by layer type; None for chunked attention or unknown types."""
     by_kind = {window.kind: window for window in windows}
     if any(window.chunk for window in by_kind.values()):
         return None

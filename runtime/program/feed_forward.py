@@ -38,9 +38,10 @@ class FeedForwardParts(NamedTuple):
 def feed_forward_parts(
     module: Any, mlp: Module | None, support: EngineSupport[Any], family: Family
 ) -> FeedForwardParts | None:
-    """Return the parts of an MLP or a mixture of experts, none for a ``module`` of None; None for unsupported modules.
+    """Return the parts of ``module``, an MLP or a mixture of experts; None if it is unsupported.
 
-    ``mlp`` is a mixture's shared expert if that is a separate module of the layer, and otherwise None.
+    If ``module`` is None, the layer has neither, and the parts are empty. ``mlp`` is a mixture's shared expert if that
+    is a separate module of the layer, and otherwise None.
     """
     if module is None:
         return FeedForwardParts(None)
@@ -85,6 +86,6 @@ def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any,
 
 
 def activation_of(module: Module) -> str:
-    """Return an activation's name; empty for unknown ones, and for Python code, which rounds after each operation."""
+    """Return an activation's name; empty for unknown classes, and for Python code, which rounds each intermediate."""
     function = getattr(getattr(module, "act", None), "__name__", "")
     return "" if "python" in function else ACTIVATIONS.get(type(module).__name__, "")

@@ -1,4 +1,4 @@
-"""Describes hybrid model types, which have recurrent layers or short convolutions as well as attention."""
+"""Describes model types with recurrent layers or short convolutions, and collects all described families."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class LatentParts(Generic[Matmul]):
     """The modules and widths of a latent attention.
 
     A head's key consists of a plain part, which depends linearly on the latent vector, and a rotated part, which all
-    heads share. Its values depend linearly on the latent vector, too.
+    heads share. The head's values depend linearly on the latent vector, too.
     """
 
     inputs: tuple[Matmul, ...]
@@ -39,14 +39,14 @@ class LatentParts(Generic[Matmul]):
     queries: tuple[Matmul, ...]
     """Projection of latent queries to queries; empty if the first projection gives the queries."""
     query_norm: Module | None
-    """Norm of latent queries; None without these."""
+    """Norm of latent queries; None if there are none."""
     norm: Module
-    """Norm of the latent vector, which is cached after it."""
+    """Norm of the latent vector; the cache holds normalized vectors."""
     expansion: Matmul
     """Linear layer from the latent vector to each head's plain key part and values. Engines read its weight."""
     heads: int
     plain: int
-    """Width of the plain part of a query or key, which is the first."""
+    """Width of the plain part, which is the first part of a query or key."""
     rotated: int
     """Width of the rotated part of a query or key."""
     values: int
@@ -54,7 +54,7 @@ class LatentParts(Generic[Matmul]):
     epsilon: float
     """Epsilon of the norms."""
     gate: Matmul | None = None
-    """Linear layer whose sigmoids scale the heads' outputs; None if these aren't scaled."""
+    """Linear layer whose sigmoids scale the heads' outputs; None if the outputs aren't scaled."""
 
     @property
     def rank(self) -> int:
@@ -67,7 +67,7 @@ class LatentParts(Generic[Matmul]):
 
     @property
     def query_rank(self) -> int:
-        """Width of latent queries; 0 without these."""
+        """Width of latent queries; 0 if there are none."""
         return int(self.queries[0].in_features) if self.queries else 0  # type: ignore[arg-type]
 
     @property
@@ -102,7 +102,7 @@ def latent_parts(
 
 
 def _fits(parts: LatentParts[Any], out: Any, support: EngineSupport[Any]) -> bool:
-    """Return True if all shapes match and the engine can read the norms' and the expansion's weights."""
+    """Return True if the engine supports all widths, can read the norms' and expansion's weights, and shapes match."""
     first, compression, *gates = parts.inputs
     hidden, query_width = out.out_features, parts.heads * (parts.plain + parts.rotated)
     shapes = [

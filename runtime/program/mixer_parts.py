@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Matmul = TypeVar("Matmul", bound=Module)
 SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = "short convolution", "gated delta rule", "Mamba-2"
 DELTA_ATTENTION = "Kimi's delta attention"
-"""A gated delta rule whose states decay by another factor in each key channel."""
+"""A gated delta rule with a separate decay for each key channel."""
 STATE_ATTRIBUTES = frozenset({
     "activation", "allow_neg_eigval", "conv_dim", "conv_kernel_size", "eps", "groups_time_state_size", "head_dim",
     "head_k_dim", "head_v_dim", "hidden_size", "intermediate_size", "key_dim", "layer_idx", "layer_norm_epsilon",
@@ -93,12 +93,12 @@ class MixerParts(Generic[Matmul]):
 
     @property
     def norms_groups(self) -> bool:
-        """True if the gated norm's weight spans all heads, and it normalizes groups of them, as many as key heads."""
+        """True if the gated norm normalizes groups of heads, one per key head, and its weight spans all heads."""
         return self.kind == MAMBA2
 
     @property
     def rounds_norm(self) -> bool:
-        """True if the gated norm rounds its input's norm before it multiplies it by the weight."""
+        """True if the gated norm rounds normalized values before it multiplies them by the weight."""
         return self.kind != DELTA_ATTENTION and not hasattr(self.norm, "norm_before_gate")
 
     @property
@@ -148,7 +148,7 @@ def tensors_of(module: Module) -> Iterator[torch.Tensor]:
 
 
 def epsilon_of(norm: Module, parameters: tuple[str, ...] = ("weight",)) -> float | None:
-    """Return the epsilon of a norm; None if the module has submodules or other parameters than ``parameters``."""
+    """Return a norm's epsilon; None if that isn't a float, or the module has submodules or other parameters."""
     epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     held = [name for name, parameter in norm._parameters.items() if parameter is not None]
     is_plain = sorted(held) == sorted(parameters) and not norm._modules
@@ -208,7 +208,7 @@ HEAD_PARAMETERS = {
 
 
 def _norms(parts: MixerParts[Any]) -> bool:
-    """Return True if the gated norm spans one head (delta rules) or one group of heads (Mamba-2)."""
+    """Return True if the gated norm has the known activation, and spans one head, or a group of heads in Mamba-2."""
     norm: Any = parts.norm
     weight = norm._parameters.get("weight")
     values = parts.heads * parts.value_width
@@ -387,7 +387,7 @@ def deepseek_experts(prefix: str) -> ExpertKind:
 
 
 def router_of(block: Any, kind: ExpertKind) -> Router | None:
-    """Return the router of a mixture; None if the mixture or its router has unknown modules, attributes or tensors."""
+    """Return a mixture's router; None if modules, attributes, tensors or their shapes are unknown."""
     gate = block._modules.get(kind.gate)
     if gate is None or type(gate).__name__ != kind.router:
         return None

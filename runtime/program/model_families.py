@@ -226,7 +226,7 @@ class Family:
     experts: ExpertKind | None = None
     """Description of the mixture of experts in some layers; None if no layer has one."""
     side: SideNames | None = None
-    """Names of what layers with attention have besides a mixer; None if attention isn't part of a ``SideBlock``."""
+    """Module names of the ``SideBlock`` in layers with attention; None if attention isn't part of such a block."""
     ends: EndsKind = EndsKind()
     attributes: frozenset[str] = frozenset()
     """Known module attributes in addition to ``ATTRIBUTES``."""

@@ -131,7 +131,7 @@ class LayerParts(Generic[Matmul]):
 
     @property
     def norms(self) -> tuple[Module, ...]:
-        """Norms with weights, in the order in which a pass applies them, except that the head norms come last."""
+        """Norms with weights: of the block, the added mixture, the per-layer input, the side block and the heads."""
         added_mixture = self.added_mixture.norms if self.added_mixture else ()
         others = self.inputs.norm if self.inputs else None, self.side.norm if self.side else None
         return *filter(None, (*self.block_norms, *added_mixture, *others)), *self.head_norms
@@ -163,9 +163,10 @@ class LayerParts(Generic[Matmul]):
         return bool(self.down) or self.experts is not None
 
     def factors(self, family: Family) -> dict[str, Any]:
-        """Return the factors that scale outputs of matmuls other than 1: numbers, or a tensor for ``first``.
+        """Return the factors other than 1 that scale the outputs of matmuls, by name of the matmul.
 
-        ``first`` is the first input projection of the mixer; the other matmuls are those of ``LayerKind.factors``.
+        ``first`` is the first input projection of the mixer, whose factor may be a tensor; the other names are those of
+        ``LayerKind.factors``.
         """
         described = family.layer.factors.items()
         values = {name: [attrgetter(path)(self.layer) for path in paths] for name, paths in described}
@@ -288,7 +289,7 @@ def _is_described(model: Module, decoder: Any, family: Family) -> bool:
 
 
 def layers_of(modules: ModuleList, support: EngineSupport[Matmul]) -> list[LayerParts[Matmul]]:
-    """Return the parts of each layer, or an empty list if any is unsupported or differs from the others in shape."""
+    """Return each layer's parts; an empty list if one is unsupported, differs in shape or lacks its ``kv_source``."""
     parts = [_layer_parts(layer, index, support) for index, layer in enumerate(modules)]
     recognized = [part for part in parts if part is not None]
     family = _family_of(modules[0], support)
@@ -389,7 +390,7 @@ def _layer_parts(layer: Module, index: int, support: EngineSupport[Matmul]) -> L
 
 
 def _dropouts(module: Module, family: Family) -> set[str]:
-    """Return the names of a described module's dropouts that drop nothing."""
+    """Return the names of a module's dropouts that drop nothing; an empty set if the family is ``LLAMA``."""
     dropouts = {name: child for name, child in module._modules.items() if isinstance(child, Dropout)}
     return {name for name, child in dropouts.items() if family is not LLAMA and not (child.p and child.training)}
 
@@ -397,7 +398,7 @@ def _dropouts(module: Module, family: Family) -> set[str]:
 def _has_known_code(
     layer: Module, attention: Module | None, mixer: Module | None, mlp: Module | None, family: Family
 ) -> bool:
-    """Return True if the family describes all classes, attributes and arguments of the modules."""
+    """Return True if the family describes all code of the modules; for ``LLAMA``, if no attribute is unsupported."""
     if attention and "position_ids" in inspect.signature(attention.forward).parameters:
         return False  # positions have a second use, such as scaling the queries of long contexts
     holders = [module for module in (layer, attention, mlp) if module is not None]

@@ -1,4 +1,4 @@
-"""Recognizes blocks of attention and MLP beside a mixer, which alone reads their output, as in Zamba 2."""
+"""Recognizes blocks of attention and an MLP whose output is only read by the layer's mixer, as in Zamba 2."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class SideNames:
     """Names of the modules of layers with a side block."""
 
     holders: tuple[str, ...]
-    """Modules that only hold modules of the layer, whose names begin with the holder's and a dot."""
+    """Names of modules that only group others, which are named by the group's name, a dot and their own name."""
     norm: str
     out: str
     adapters: Mapping[str, str]
-    """Lists of adapters by the matmul to whose output they add: one of ``PROJECTIONS``, or ``GATE_UP``."""
+    """Paths of lists of adapters, by the matmul whose output they change: one of ``PROJECTIONS``, or ``GATE_UP``."""
 
     @property
     def lists(self) -> frozenset[str]:
@@ -41,14 +41,14 @@ class SideNames:
 class SideBlock(Generic[Matmul]):
     """What makes a layer's attention and MLP a block beside the layer's mixer.
 
-    The MLP reads the normalized output of the attention alone, and ``out`` reads the output of the MLP alone. Layers
-    may share the modules of their blocks.
+    Without residual connections, the MLP reads the normalized output of the attention, and ``out`` reads the output of
+    the MLP. Layers may share the modules of their blocks.
     """
 
     norm: Module
     """Norm of the hidden states joined with the token embeddings, which the attention reads."""
     out: Matmul
-    """Linear layer whose output is added to the hidden states, but only for the norm before the mixer."""
+    """Linear layer whose output is added to what the norm before the mixer reads, not to the layer's hidden states."""
     adapters: Mapping[str, tuple[Matmul, Matmul]]
     """Two linear layers, one after the other, by the matmul to whose output they add; see ``SideNames.adapters``."""
     lists: tuple[Module, ...]
@@ -99,7 +99,7 @@ def with_side_block(
 
 
 def _fits(adapter: Any, matmul: Any, support: EngineSupport[Any]) -> bool:
-    """Return True if an adapter consists of two linear layers, with the shape of ``matmul`` together."""
+    """Return True if an adapter is two linear layers, from the input width to the output width of ``matmul``."""
     if type(adapter) is not Sequential or len(adapter) != 2 or not all(map(support.is_linear, adapter)):
         return False
     first, second = cast(Any, adapter)

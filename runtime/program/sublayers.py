@@ -21,7 +21,7 @@ class Sublayers(NamedTuple):
 
 
 def sublayers_of(layer: Module, family: Family) -> Sublayers | None:
-    """Return the sublayers of a layer, or None if the family's layers have others."""
+    """Return the sublayers of a layer, or None if a layer of the family can't have this combination of sublayers."""
     names, children = family.names, modules_of(layer, family)
     mixers = [name for name in family.layer.mixers if type(children.get(name)).__name__ in READERS]
     mixer = children[mixers[0]] if mixers else None

@@ -114,7 +114,7 @@ class CapturedPasses(Backend):
         self._passes: list[StepPass] = []
         """The pass that is captured, followed by its fallbacks."""
         self._lost = ""
-        """Why hdtool's own pass was given up, until a note says so; a model without any captured pass gets another."""
+        """Why hdtool's own pass was given up; empty if it wasn't, or once a note has said so."""
 
     @property
     def is_current(self) -> bool:
@@ -132,9 +132,9 @@ class CapturedPasses(Backend):
 
     @torch.inference_mode()
     def enable(self, capture: Capture, trees: TreePasses, cache: Cache) -> None:
-        """Try to capture steps; from now on, use them if their logits match those of ``trees``, uncaptured.
+        """Try to capture steps; from now on, use them if their logits match those of ``trees``, the uncaptured passes.
 
-        Steps are captured for one cache, whose contents are lost.
+        If those of a pass don't, try the next one. The steps are checked on ``cache``, whose contents are lost.
         """
         stock, facts = self._stock, self._facts
         if reason := not_on_one_device_reason(stock.model) or stock.row_by_row.reason:
@@ -165,7 +165,8 @@ class CapturedPasses(Backend):
     def record(self, cache: Cache) -> None:
         """Capture the steps over a cache's slots before they are first used, as far as memory allows.
 
-        Steps that read a fixed extent are captured when first used, since there is one per extent.
+        Steps that read a fixed extent are captured when first used, since there is one per extent. If capturing fails
+        for another reason than memory, fall back to the next pass.
         """
         if self.steps and not self._passes[0].reads_extent:
             try:

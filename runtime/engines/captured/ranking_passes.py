@@ -66,7 +66,7 @@ class RankingPasses:
             self._captured.clear()
 
     def read_from(self, *places: object) -> None:
-        """Release captured passes if they read other weights or ``places``, such as a cache's tensors, than now."""
+        """Release captured passes if the model or ``places``, such as a cache's tensors, have changed since."""
         if self._read != (read := (self._changes(), *places)):
             self.forget()
             self._read = read
@@ -78,7 +78,9 @@ class RankingPasses:
     def start(
         self, shape: Shape, words: list[int], rankings: int, rank: Callable[[torch.Tensor], TopTokens]
     ) -> Callable[[], Ranked]:
-        """Start to compute rankings from ``words``; return a function that waits for the first ``rankings``.
+        """Start to compute rankings from ``words``; return a function that waits for the first ``rankings`` of them.
+
+        A pass that isn't captured is finished at once.
 
         ``shape``, which begins with the kind and the number of rows, determines the number of words and all else that
         ``rank`` reads on the host.

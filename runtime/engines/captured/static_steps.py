@@ -1,10 +1,10 @@
 """Captures steps with fixed shapes as CUDA graphs, once per shape, and replays them.
 
 A step moves the cache positions of accepted paths, verifies a tree in each of the first slots and computes the argmax
-at each node. There is one captured step for each tree size and number of slots: a power of two or all slots, so that a
-step may leave out the last ones. If passes read a fixed number of cache positions (the extent), there is one for each
-such number, too, and none leaves slots out. Rankings are captured separately, once per number of rows; those of models
-with recurrent states are not, as another graph may overwrite the states, which are read after the step.
+at each node. Steps are captured per tree size and number of slots, which is a power of two or all; a step leaves out
+those of its slots that have no tree. If passes read a fixed number of cache positions (the extent), steps are captured
+per extent, too, and for exactly the slots with trees. Rankings are captured separately, once per number of rows, except
+for models with recurrent states: another graph may overwrite the states, which are read after the step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RECORDED = STEP_SIZES[:-1]
 RECORDED_ROWS = 512
 """Rows of the largest step over several slots that is captured before an answer needs it: larger ones rarely pay."""
 UNUSED = DraftTree.bare(0)
-"""Tree in the slots that a step leaves out: all the same, so that they need few experts of a mixture."""
+"""Tree of each slot that a step leaves out. Because all have the same token, they need few experts of a mixture."""
 
 Steps = CapturedRuns[tuple[int, int, int], StatesOfTree | None]
 """Captured steps by slots, rows and extent, which return the states that they write."""
@@ -76,7 +76,10 @@ class StaticSteps:
             kept.clear()
 
     def capacity_for(self, needed: int, limit: int | None, slots: int = 1) -> int:
-        """Return the capacity per slot for ``needed`` positions: one of a few values, so that steps can be reused."""
+        """Return the capacity per slot for ``needed`` positions: one of a few values, so that steps can be reused.
+
+        ``limit`` is the model's context limit, beyond which no positions are reserved.
+        """
         capacity = MIN_EXTENT
         while capacity < needed:
             capacity *= 2
@@ -217,7 +220,7 @@ class _Buffers:
         """Logits of each slot's root, on the host."""
 
     def write(self, output: StepOutput) -> None:
-        """Copy a pass's outputs to the buffers, which the first call allocates."""
+        """Write a pass's outputs and each row's argmax to the buffers; the first call allocates the largest of them."""
         logits, hidden, _ = output
         if self._logits is None:
             self._logits = logits.new_zeros((self.rows, logits.shape[1]))
@@ -281,5 +284,5 @@ def rankings_in(words: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, t
 
 
 def padded_numbers(slots: int) -> list[int]:
-    """Return the numbers of slots that steps have in a cache with this many: powers of two, and all slots."""
+    """Return how many slots a step may have in a cache with ``slots`` slots: powers of two, and all slots."""
     return sorted({min(1 << power, slots) for power in range(slots.bit_length() + 1)})

@@ -24,7 +24,7 @@ from hdtool.runtime.model.refusals import USE_GENERATE, context_limit
 from hdtool.runtime.model.transformers_internals import cache_in, first_logits
 
 MIN_CONTEXT, MAX_CONTEXT = 24, 288
-"""Minimum and maximum context length of the check, which exceeds window or block sizes of up to their difference."""
+"""Bounds of the context length: ``MIN_CONTEXT`` more than the largest window or state size that the maximum allows."""
 CHAINS = ((4, 2), (3, 3), (5, 0), (2, 1), (0, 0), (4, 4), (6, 1))
 """Pairs ``(drafted, accepted)``: the number of drafted and of accepted tokens in each pass of the check."""
 DECODED_TOKENS = sum(1 + accepted for _, accepted in CHAINS)
@@ -33,9 +33,9 @@ REREAD_TOKENS = 3
 
 
 def prove_chains(stock: StockModel, facts: ModelFacts, no_trees: FamilyError) -> ModelFacts:
-    """Check that a model verifies chains, which must give the logits of token-by-token decoding.
+    """Check that verifying chains gives the logits of token-by-token decoding; return the facts for ``ChainPasses``.
 
-    Raise a ``FamilyError`` if not. ``no_trees`` says why trees fail.
+    Raise a ``FamilyError`` if it doesn't. ``no_trees`` says why trees fail.
     """
     model = stock.model
     if stock.row_by_row.layers:
@@ -91,7 +91,7 @@ def _refused(no_trees: FamilyError, reason: str) -> FamilyError:
 
 
 def _context(stock: StockModel) -> list[int]:
-    """Return a context, longer than the configured windows and state sizes unless these are too large to check."""
+    """Return a context longer than all configured windows and state sizes that the model and ``MAX_CONTEXT`` allow."""
     sizes = [size for _, size in sizes_of(vars(stock.config)) if size + MIN_CONTEXT <= MAX_CONTEXT]
     length, limit = max(sizes, default=0) + MIN_CONTEXT, context_limit(stock.config, 1)
     if limit is not None:

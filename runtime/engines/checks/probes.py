@@ -12,7 +12,7 @@ from hdtool.runtime.engines.backend import BackendEngine
 
 PROOF_TREE = DraftTree.of(7, [11, 23, 5, 41, 2, 17, 29], [-1, 0, 1, -1, 3, 0, -1])
 PROOF_CONTEXT = 5
-"""Context length for passes of all layers; short, because a large model needs a second for 40 tokens on one core."""
+"""Length of the context before ``PROOF_TREE``; short, because a large model may need a second for 40 tokens."""
 
 
 def some_context(length: int, vocabulary: int) -> list[int]:

@@ -35,7 +35,8 @@ PATHS, DEPTH = 3, 2
 def prove_recurrent_trees(stock: StockModel, facts: ModelFacts) -> ModelFacts:
     """Check that a model with recurrent layers verifies trees correctly; raise a ``FamilyError`` if not.
 
-    Described mixers compute in closed form if the results are right, and level by level otherwise.
+    Return the completed facts, with which described mixers compute in closed form if the results of that are right, and
+    level by level otherwise.
     """
     kind = stock.model.config.model_type
     try:
@@ -77,7 +78,7 @@ def _with_mixers(stock: StockModel, facts: ModelFacts, described: Mapping[int, M
 
 
 def _expected_logits(stock: StockModel, facts: ModelFacts) -> tuple[ModelFacts, Expected]:
-    """Return the facts with the shapes of the cache, and the expected logits."""
+    """Return the facts with the shapes of the cache and the rounding of quantized layers, and the expected logits."""
     context, _, paths = _small_tree(stock)
     used = DynamicCache(config=stock.config)
     _plain(stock, [context[:-1]], used)
@@ -114,7 +115,7 @@ def between(stock: StockModel, facts: ModelFacts, actual: torch.Tensor, expected
 
 
 class _RecurrenceCheck:
-    """Compares the passes over trees of a model with recurrent layers with the expected logits."""
+    """Compares the logits of a recurrent model's passes over trees with the expected ones."""
 
     def __init__(self, stock: StockModel, facts: ModelFacts, expected: Expected) -> None:
         self._stock, self._facts, self._expected = stock, facts, expected
@@ -126,7 +127,7 @@ class _RecurrenceCheck:
         return replace(self._facts, continues=self._continues())
 
     def passes(self) -> bool:
-        """Return True if the logits for the small tree are within the tolerance."""
+        """Return True if passes over trees run without errors and their logits are within the tolerance."""
         try:
             return self.distance() <= self.tolerance
         except (torch.OutOfMemoryError, KeyboardInterrupt):
@@ -135,7 +136,7 @@ class _RecurrenceCheck:
             return False
 
     def distance(self) -> float:
-        """Return the largest distance, over the small tree and a second pass after a commit."""
+        """Return the largest distance from the expected logits, over the small tree and a pass after a commit."""
         (context, tree, paths), expected = _small_tree(self._stock), self._expected.of_rows
         # The first node of the second path is accepted, so that positions move and states advance.
         steps = [(tree, [DEPTH]), (DraftTree.bare(paths[1][1]), [])]
@@ -153,7 +154,7 @@ class _RecurrenceCheck:
 
         Reading the last token separately must also give the logits of a single pass over the context, since the layers
         of some models compute several tokens differently from a single one. Models that bound their time steps are
-        rejected without a pass: they differ for rare tokens alone, which the context may lack.
+        rejected without a pass: they only differ for rare tokens, which the context may lack.
         """
         if self._facts.recurrent and self._facts.recurrent.bounds_prompts:
             return False

@@ -35,7 +35,8 @@ from hdtool.runtime.model.transformers_internals import windows_only_the_cache
 def prove(stock: StockModel, known: ModelFacts | None = None) -> ModelFacts:
     """Find out whether a model verifies trees, or else chains; raise a ``FamilyError`` if it can do neither.
 
-    ``known`` are the facts before the model changed. What could verify trees then must do so now.
+    ``known`` are the facts from before the model changed. A model that verified trees must still do so, and one that
+    verified chains is checked for chains alone.
     """
     continues = not windows_only_the_cache(stock.model, stock.config) and not tells_prompts_from_answers(stock.config)
     facts = ModelFacts(continues=continues)
@@ -54,8 +55,8 @@ def prove(stock: StockModel, known: ModelFacts | None = None) -> ModelFacts:
 def prove_trees(stock: StockModel, facts: ModelFacts) -> ModelFacts:
     """Check that a model respects masks and positions; raise a ``FamilyError`` if not.
 
-    The plain pass for comparison also determines the shapes of the model's KV cache and the rounding error of its
-    logits.
+    Return the facts with the shapes of the model's KV cache and, if measured, the rounding error of its logits. Models
+    with recurrent layers are checked by ``prove_recurrent_trees``.
     """
     model, kind = stock.model, stock.model.config.model_type
     is_quantized = bool(quantized_layers(model))

@@ -95,7 +95,7 @@ _mask, _bound_and_mask = _masked(caps=False), _masked(caps=True)
 VALUE_QUERIES = 2 if LANES == 8 else 4
 """Queries whose sums are in registers together. With AVX's 16 registers, four queries took 1.6 to 1.7 times as long."""
 VALUE_VECTORS = 4
-"""Vectors of a value that are read together, if it has that many left."""
+"""Vectors of a value that are read together, if at least that many are left."""
 
 
 @generated(*[types.int64] * 9)
@@ -333,8 +333,8 @@ def _mask_of(
 ) -> int:
     """Return the address of what is added to a row's scores for ``chunk`` positions from ``column`` on.
 
-    That is a part of the row's mask, or, if the row has no mask (``row_mask`` is 0) or some positions are hidden
-    besides, ``chunk_mask``, which is overwritten. Positions below ``lowest``, and those without keys, are hidden.
+    If the row has a mask (``row_mask`` isn't 0) and nothing else is hidden, it is a part of the mask; otherwise, it is
+    ``chunk_mask``, which is overwritten. Positions below ``lowest``, and those without keys, are hidden.
     """
     end = length + len(row_positions)
     all_visible = column + chunk <= end if lowest <= 0 else lowest <= column and column + chunk <= length

@@ -98,7 +98,7 @@ def compile_cpu(stock: StockModel, facts: ModelFacts, *, proved: bool = False) -
 
 
 def _is_compiled(parts: CompiledParts) -> bool:
-    """Return True if the engine supports all layers' activations, experts, rotary widths, output factors and norms."""
+    """Return True if compiled code has a model's activations, experts, rotary widths, factors and per-layer inputs."""
     kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
     none, first = torch.empty(0, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.int64)
     rotary_widths = [rotary_of(parts, none, first, kind).cos.shape[1] for kind in kinds]
@@ -114,9 +114,10 @@ def _is_compiled(parts: CompiledParts) -> bool:
 
 
 def _fit_states(parts: CompiledParts, storage: KVTensors, facts: ModelFacts) -> bool:
-    """Return True if the cache holds all mixers' states and Transformers can compute the mixers over trees.
+    """Return True if the cache holds all mixers' states, and stock passes compute all mixers in closed form.
 
-    Also return True if there are neither mixers nor states.
+    Stock passes must also read prompts in parts correctly, apart from bounds on time steps. Without mixers and states,
+    return True.
     """
     states, mixers, recurrent = storage.states, MixerTable.of(parts), facts.recurrent
     if states is None or mixers is None or recurrent is None:

@@ -58,7 +58,7 @@ class CompiledModel(Backend):
         self.check(again=True)
 
     def _compare_attention(self) -> None:
-        """Refresh copied weights and update ``is_current``, which also needs the recorded attention implementation."""
+        """Refresh copied weights; update ``is_current``, which is False if the attention implementation has changed."""
         if self._is_same:
             self.table.check_copies()
         self._is_current = self._is_same and self._attention_now() == self._attention
@@ -89,7 +89,7 @@ class CompiledModel(Backend):
         return bool(self.table.mixers)
 
     def watch_hidden(self, layers: tuple[int, ...]) -> None:
-        """Watch hidden states; hooks that already watch the model no longer count as changes."""
+        """Make each pass return hidden states; hooks that watch the model now don't count as changes to it."""
         self.table.watch(layers)
         if self._is_current:
             self.record()
@@ -99,7 +99,7 @@ class CompiledModel(Backend):
         return self.table.first_layer_alone()
 
     def prefill(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:
-        """Append tokens to a slot in chunks; after None, the slot has only the chunks that could be computed."""
+        """Append tokens to a slot in chunks; return None if a chunk can't be computed, after appending earlier ones."""
         passes, logits = self._passes_for(1), None
         for first in range(0, len(tokens), PROMPT_CHUNK):
             chunk, started = tokens[first : first + PROMPT_CHUNK], time.perf_counter()

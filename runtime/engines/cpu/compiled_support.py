@@ -54,7 +54,7 @@ def scale_of(embedding: Module) -> float | None:
 
 COMPILED: EngineSupport[CompiledLinear] = EngineSupport(_is_linear, is_readable, _is_embedding, LANES, DESCRIBED)
 ACTIVATIONS = {gated: COMPILED_ACTIVATIONS.keys() - {"relu2" if gated else "silu"} for gated in (True, False)}
-"""Activations with compiled code, of MLPs with a gate and without."""
+"""Activations with compiled code, for MLPs with a gate (True) and without one (False)."""
 
 
 class MatmulRows(NamedTuple):
@@ -76,7 +76,7 @@ class MatmulRows(NamedTuple):
 
 
 MIXER_INPUTS = ("inputs", "delta.gates", "delta.strengths", "delta.steps", "delta.keys", "delta.values")
-"""Fields of a mixer's record for its first matmuls, unless it is a delta attention or groups them by key head."""
+"""Fields of a mixer's record for the input matmuls, except in a delta attention and if key heads group the inputs."""
 GROUPED_INPUTS = ("inputs", "delta.strengths")
 DELTA_ATTENTION_INPUTS = ("inputs", "delta.keys", "delta.values", "delta.strengths")
 GATES, DECAYS = ("delta.gate_input", "delta.gates"), ("delta.decay_input", "delta.steps")
@@ -86,7 +86,7 @@ FIELDS = {
     "first": "mixer.inputs",
     "mixer_out": "mixer.out",
 }
-"""Fields of the matmuls with names in ``LayerKind.factors``, where they have another name in a layer's record."""
+"""Fields, in a layer's record, of the matmuls to which ``LayerKind.factors`` gives other names."""
 
 
 def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[str, MatmulRows]:
@@ -166,7 +166,7 @@ def packed_experts(part: LayerParts[CompiledLinear]) -> Iterator[PackedMatrix]:
 def _split(layers: Sequence[CompiledLinear], sizes: Sequence[int]) -> list[MatmulRows]:
     """Return one matmul per layer, or split a single layer that joins several into blocks of ``sizes`` rows.
 
-    Blocks beyond its last row are left out.
+    Blocks beyond the layer's last row are left out.
     """
     if len(layers) > 1 or len(sizes) == 1 or not any(sizes):
         return list(map(MatmulRows.whole, layers))

@@ -29,7 +29,7 @@ ORIGIN = np.dtype(
     ],
     align=True,
 )
-"""Where a row of a tree starts from."""
+"""Where a row of a tree reads the state that it starts from, and writes the state after it."""
 ORIGIN_SIZE = ORIGIN.itemsize
 BEFORE, PADDING = -1, -2
 """BEFORE: the row starts from the state before the tree. PADDING: the row isn't part of the tree and isn't computed."""
@@ -45,7 +45,7 @@ def origins_at(address: int, slot: int, rows: int) -> Record:
 def buffers_of(rows: int) -> int:
     """Return the number of state buffers that suffice for any tree of this many rows.
 
-    Each buffer in use except the last belongs to a row with a later child.
+    Besides the last computed row, only rows with a child still to come use a buffer.
     """
     return rows // 2 + 1
 
@@ -167,7 +167,7 @@ def shift_window(
 
 @compiled
 def gate_input(convolution: Record, row: int, projected: int, kept: int) -> None:
-    """Write the gated input of a row, whose in-projection is one of the rows at ``projected``."""
+    """Write a row's gated input to its place in ``kept``, from the row's in-projection in ``projected``."""
     channels = convolution.channels
     size = channels * ITEM_SIZE
     at = projected + 3 * row * size

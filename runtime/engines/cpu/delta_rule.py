@@ -62,8 +62,8 @@ BLOCKS = {CHANNELS: (1, True), 1: (1, False), VECTORS: (VECTORS, False)}
 def _step(*, learns: bool) -> Any:
     """Return an intrinsic that multiplies a query by a block of columns of the decayed state.
 
-    If it ``learns``, the outer product of the key and ``change`` is added to the columns first, which are written to
-    ``into``; otherwise these arguments are ignored. ``decay`` is the address of the head's decay or decays.
+    With ``learns``, the intrinsic first adds the outer product of ``key`` and ``change`` to the columns and writes them
+    to ``into``; otherwise, it ignores these three. ``decay`` is the address of the head's decay or decays.
     """
 
     @generated(*[types.int64] * 11)
@@ -145,7 +145,7 @@ class DeltaRows(NamedTuple):
 
 @compiled
 def delta_rows(mixer: Record, rows: int, kept: int, scratch: int) -> DeltaRows:
-    """Return the addresses for this number of rows; memory after the last address may be used, too."""
+    """Return the addresses for ``rows`` rows: of kept values from ``kept`` on, of scratch memory from ``scratch`` on."""
     heads, channels = rows * mixer.heads * ITEM_SIZE, rows * mixer.convolution.channels * ITEM_SIZE
     keys, values = rows * mixer.key_heads * mixer.key_width * ITEM_SIZE, heads * mixer.value_width
     changes, gates = kept + channels + keys, scratch + channels
@@ -172,7 +172,7 @@ def scratch_size(mixer: Record) -> int:
 
 @compiled
 def grouped_at(mixer: Record, rows: int, at: DeltaRows) -> tuple[int, int]:
-    """Return the addresses of inputs that are grouped by key head: queries to gates, then strengths and steps."""
+    """Return the addresses of the outputs of two matmuls grouped by key head; see ``spread_inputs``."""
     values = mixer.heads * mixer.value_width
     inputs = at.mixed + rows * values * ITEM_SIZE
     return inputs, inputs + rows * (mixer.convolution.channels + values) * ITEM_SIZE
@@ -281,7 +281,8 @@ def _shape(mixer: Record, column: int) -> int:
 def recur_delta(pass_record: Record, mixer: Record, at: DeltaRows, slot: int, head: int, buffers: int) -> None:
     """Compute one head for all rows of a sequence, and write each row's change.
 
-    The outer product of a row's key and its change is added to the state.
+    The outer product of a row's key and its change is added to the row's state. If the pass ``advances``, the
+    sequence's state becomes that of the last row.
     """
     channels, key_heads, width, values = mixer.convolution.channels, mixer.key_heads, mixer.key_width, mixer.value_width
     heads, new, decay_width = mixer.heads, pass_record.new, mixer.delta.decay_width

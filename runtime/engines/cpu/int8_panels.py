@@ -160,7 +160,7 @@ def _factors(rows: Bytes, name: str) -> list[Bytes]:
 
 
 def _levels(rows: Bytes, name: str) -> Any:
-    """Return the weights as unsigned integers ``[rows, blocks, parts, columns]``."""
+    """Return the weights' levels, or four-bit codes, as unsigned integers ``[rows, blocks, parts, columns]``."""
     if name == "Q8_0":
         return np.bitwise_xor(rows[..., None, 2:], np.uint8(128))
     if name == "int8":

@@ -1,4 +1,4 @@
-"""Computes what surrounds latent attention in compiled code: the cached latent vectors, and each head's expansions.
+"""Computes the steps around latent attention: storing latent vectors, absorbing queries and expanding outputs.
 
 ``compute_layers`` calls this code by its address, so that it is compiled only for models with latent attention.
 """

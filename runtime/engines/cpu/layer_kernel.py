@@ -362,7 +362,7 @@ def _compute_experts(
 
 @compiled
 def compute_layers(pass_record: Record, layers: Record, hidden: int, scratch: int) -> None:
-    """Compute the layers: update the rows at ``hidden`` in place, and append their keys and values to the KV cache."""
+    """Compute the layers: update the rows at ``hidden`` in place; write to the KV cache and the mixers' journal."""
     rows = pass_record.total_rows
     max_queries, max_keys = _widest(layers)
     hidden_size, inner_size = rows * pass_record.hidden, rows * pass_record.inner

@@ -66,9 +66,9 @@ LATENTS = np.dtype(
     ],
     align=True,
 )
-"""An attention that caches latent vectors instead of keys, and rotated keys instead of values.
+"""Fields of an attention that caches latent vectors instead of keys, and rotated keys instead of values.
 
-Its ``keys`` compute the latent vectors and the keys to rotate.
+The attention's matmul ``keys`` computes the latent vectors and the keys to rotate.
 """
 ATTENTION = np.dtype(
     [
@@ -270,7 +270,7 @@ call_embed = caller_of(EMBED)
 
 @compiled
 def multiply(pass_record: Record, matmul: Record, inputs: int, rows: int, outputs: int) -> None:
-    """Multiply ``rows`` rows at ``inputs`` by a matrix, and by its columns' factors; write them to ``outputs``."""
+    """Multiply ``rows`` rows at ``inputs`` by a matrix, then add its bias and scale its outputs, if it has these."""
     parallel_matmul(
         pass_record.thread_pool,
         pass_record.threads,

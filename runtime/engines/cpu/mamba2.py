@@ -73,7 +73,7 @@ def projected_size(mixer: Record) -> int:
 
 @compiled
 def scan_rows(mixer: Record, rows: int, kept: int, scratch: int) -> ScanRows:
-    """Return the addresses for this number of rows."""
+    """Return the addresses for ``rows`` rows: of kept values from ``kept`` on, of scratch memory from ``scratch`` on."""
     values = kept + rows * projected_size(mixer) * ITEM_SIZE
     keys = values + rows * mixer.heads * mixer.value_width * ITEM_SIZE
     decays = keys + rows * mixer.key_heads * mixer.key_width * ITEM_SIZE
@@ -122,7 +122,7 @@ def state_size(mixer: Record) -> int:
 
 @compiled
 def recur_scan(pass_record: Record, mixer: Record, at: ScanRows, slot: int, head: int, buffers: int) -> None:
-    """Compute one head for all rows of a sequence."""
+    """Compute one head for all rows of a sequence; if the pass ``advances``, also update the sequence's state."""
     channels, key_heads, width, height = mixer.convolution.channels, mixer.key_heads, mixer.key_width, mixer.value_width
     heads, new = mixer.heads, pass_record.new
     key_head, origins = head // (heads // key_heads), origins_at(pass_record.origins, slot, new)

@@ -220,7 +220,7 @@ def _compute(
 
 @compiled
 def mix(pass_record: Record, layer: Record, read: int, rows: int, scratch: int, written: int) -> None:
-    """Compute a layer's mixer for all rows at ``read`` and write its output to ``written``.
+    """Compute a layer's mixer for all rows at ``read``, and write the mixer's output to ``written``.
 
     The layer's states are updated only if the pass ``advances`` them.
     """

@@ -37,7 +37,7 @@ PARAMETERS = "A_log", "dt_bias", "D"
 
 
 def _is_compiled(mixer: MixerParts[Any]) -> bool:
-    """Return True if compiled code computes a mixer of this kind, with these time steps."""
+    """Return True if compiled code supports a mixer's kind, bounds of time steps and matmul widths."""
     between = [matmul.in_features for chain in (mixer.gate, mixer.decay_inputs) for matmul in chain[1:]]
     fits_scratch = all(width <= mixer.heads * mixer.value_width for width in between)
     return mixer.kind in MIXER_NUMBERS and mixer.step_limit[1] == UNLIMITED[1] and fits_scratch
@@ -74,7 +74,7 @@ class MixerTable:
                 self._taps[number] = weight.clone(memory_format=torch.contiguous_format)
 
     def fits(self, states: States) -> bool:
-        """Return True if ``states`` are exactly the states of these mixers, in the layout that compiled code reads."""
+        """Return True if compiled code supports the mixers, and ``states`` are exactly their states, in its layout."""
         expected: dict[StateName, tuple[int, ...]] = {}
         for number, mixer in self._mixers.items():
             expected[StateName(number, CONV, 0)] = mixer.channels, mixer.taps
@@ -115,7 +115,7 @@ class MixerTable:
         self._memory = [max(scratch), max(state), max(window_size(row.convolution) for row in rows)]
 
     def fill_states(self, table: Record, states: States, first: int = 0) -> None:
-        """Fill in the addresses of ``states``; slot ``first`` of the pass uses the states of their first sequence."""
+        """Fill in the addresses of ``states``, whose first sequence is the slot ``first`` of the pass."""
         for number, mixer in self._mixers.items():
             if number >= len(table):  # the pass computes only the first layers
                 break

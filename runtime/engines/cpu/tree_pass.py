@@ -116,8 +116,8 @@ class TreePass:
     ) -> list[Verified] | None:
         """Verify each tree in the slot with the same index; return None if the engine can't compute the pass.
 
-        ``storage`` holds the slots, and begins with them. If a tree's ``forced_tokens`` allow only one token after
-        a row, only that token's logit is written.
+        ``slots`` are the first slots of ``storage``. If a tree's ``forced_tokens`` allow only one token after a row,
+        only that token's logit is written.
         """
         if len(trees) == 1:
             return self._verify_one(storage, slots[0].kv, trees[0], options[0])
@@ -223,7 +223,7 @@ class TreePass:
         return shared_thread_pool(self._threads).open() if self._threads > 1 else NO_THREADS
 
     def _can_compute(self, storage: KVTensors, end: int) -> bool:
-        """Prepare the record for a pass that ends at cache position ``end``; return False for unsupported passes."""
+        """Prepare for a pass that ends at cache position ``end``; return False for unsupported passes."""
         if states := self._kept_states():
             states.leave()
             self._kept_states = lambda: None

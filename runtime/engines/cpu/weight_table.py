@@ -132,7 +132,8 @@ class WeightTable:
     def use_int8_activations(self) -> bool:
         """Multiply packed weights by 8-bit activations from now on; return True if the model has packed weights.
 
-        Other matmuls, such as an unquantized output layer, keep float32.
+        Packed weights are copied into panels, and their own memory is paged out. Other matmuls, such as an unquantized
+        output layer, keep float32.
         """
         input_rows = [MatmulRows.whole(self._parts.inputs.projection)] if self._parts.inputs else []
         layer_rows = [rows for part in self._parts.layers for rows in matmuls_of(part).values()]

@@ -12,7 +12,7 @@ import triton.language as tl
 from hdtool.runtime.engines.cuda.triton_kernels import NODES, activated
 
 EPSILON = tl.constexpr(1e-6)
-"""Added to the squares of a delta rule's queries and keys."""
+"""Added to the sum of squares of each query and key of a delta rule."""
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def convolve_kernel(
     rows, width, step, input_stride, state_stride,
     BEFORE: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, ACTIVATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute a short convolution of one row over its last ``TAPS`` ancestors, then over the ``BEFORE`` state columns.
+    """Compute a short convolution of one row: ``TAPS`` taps over the row, its ancestors and then the state's columns.
 
     ``columns [slots, BEFORE + rows, width]`` gets what the convolution reads: the state, and the rows after it.
     """
@@ -61,7 +61,7 @@ def convolve_kernel(
 
 @triton.jit
 def softplus(number):
-    """Return ``log(1 + exp(number))``, exactly also where the exponential is much less than 1."""
+    """Return ``log(1 + exp(number))``, accurately even if the exponential is much less than 1."""
     small = tl.exp(-tl.abs(number))
     sum = 1.0 + small
     log = tl.where(sum == 1.0, small, tl.log(sum) * (small / tl.where(sum == 1.0, 1.0, sum - 1.0)))

@@ -23,7 +23,7 @@ MOST_ROWS = 64
 MOST_VALUES = 32
 """Value columns that one program of a recurrence computes."""
 KEY_CHUNK = 16
-"""Key columns that it reads at once."""
+"""Key columns that one program of a recurrence reads at once."""
 
 
 class TritonMixers(MixerOperations):
@@ -135,7 +135,7 @@ def _recurred(
     kept: list[tuple[int, int]],
     **constants: float,
 ) -> torch.Tensor:
-    """Compute a recurrence by a kernel; ``kept`` are heads and columns of what the rows add to the state."""
+    """Compute a recurrence by a kernel; ``kept`` are heads and widths of the ``left`` and ``right`` of ``Updates``."""
     (slots, rows, _), step, state = convolved.shape, states.indices.step, states.recurrence
     output = convolved.new_empty((slots, rows, parts.heads * parts.value_width))
     left, right, totals = (

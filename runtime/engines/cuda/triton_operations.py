@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 MAX_SPLITS = 32
 UNEVEN_SPLITS = 16
-"""Number of splits for a context that is much longer than those beside it."""
+"""Maximum number of splits for a context that is much longer than the other slots' contexts."""
 MAX_PARTS = 1 << 26
-"""Maximum number of bytes that the outputs of these splits take up."""
+"""Maximum number of bytes for the outputs of all splits, beyond which ``UNEVEN_SPLITS`` is reduced."""
 MIN_SPLIT_KEYS = 128
 """Minimum number of keys in a split. With fewer, merging the splits would take longer than they save."""
 GATE_BLOCK = 1024

@@ -21,7 +21,7 @@ COPIES = {aten._to_copy.default, aten.copy_.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 MASKS = torch.bool, torch.uint8
 FROM_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
-"""Functions that make tensors of numbers on the host, and copy them where no dispatch mode sees it."""
+"""Functions that make tensors from numbers on the host, and copy them to the device unseen by dispatch modes."""
 BY_LISTS = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
 
@@ -56,7 +56,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Refuses operations that read numbers or shapes from the device, and copies between it and unpinned memory."""
+    """Refuses operations that read numbers or shapes from the device, and blocking copies between host and device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}

@@ -33,11 +33,11 @@ class DrafterLayers:
         context: torch.Tensor | None = None,
         first: int = 0,
     ) -> torch.Tensor:
-        """Compute the layers of ``hidden [rows, width]`` in place; return it with the norm after the layers, if any.
+        """Compute the layers of ``hidden [rows, width]`` in place; return the output of the norm after them, if any.
 
-        ``normed`` is what the first layer reads, by default the norm of ``hidden``. Of the normalized rows ``context``,
-        which precede the others, layers only write keys and values; ``positions`` covers these rows, masks don't.
-        ``first`` is the first layer's index in the cache.
+        ``normed`` is what the first layer reads, by default the norm of ``hidden``. ``context`` are normalized rows
+        before the others, of which the layers only write keys and values; ``positions`` include theirs, the mask has no
+        rows for them. ``first`` is the first layer's index in the cache.
         """
         of_context = 0 if context is None else len(context)
         self._operations.begin_rows(rows.places[None], rows.mask, rows.extent, of_context)

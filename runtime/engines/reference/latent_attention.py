@@ -37,7 +37,7 @@ class LatentPlan:
     rotary: str | None
     """Layer type to pass to the rotary module; None without rotary positions."""
     source: int
-    """Index of the layer, whose cache is read."""
+    """Index of the layer in the cache."""
 
     @property
     def residuals(self) -> tuple[Residual, ...]:
@@ -45,7 +45,7 @@ class LatentPlan:
 
     @property
     def head_norms(self) -> HeadNorms:
-        """Norms of queries and keys, where latent vectors take the place of keys."""
+        """The norm of latent vectors, twice, in the place of the norms of queries and keys."""
         return self.norm, self.norm
 
     def attended(

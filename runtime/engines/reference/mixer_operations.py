@@ -18,7 +18,7 @@ class DeltaInputs(NamedTuple):
     """Queries, keys and values."""
     gate: torch.Tensor
     strength: torch.Tensor
-    """The sigmoid gives a head's write strength."""
+    """One value per head, whose sigmoid is the head's write strength."""
     step: torch.Tensor
     """Time step of each head; for a delta attention, logarithm of the decay of each head's key channels."""
 

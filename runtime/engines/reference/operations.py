@@ -127,7 +127,10 @@ class Operations:
         self._slots = torch.arange(len(places), device=places.device)[:, None]
 
     def add_norm(self, hidden: torch.Tensor, added: torch.Tensor | None, residual: Residual) -> torch.Tensor:
-        """Add ``added``, if any, to ``hidden`` in place; return the sum, normalized if ``residual.before`` is set."""
+        """Add ``added``, if any, to ``hidden`` in place; return the sum.
+
+        ``residual`` says how ``added`` is normalized and scaled, and how the returned sum is normalized.
+        """
         if added is not None:
             hidden.add_(self._normed(added, residual.after), alpha=residual.multiplier)
         return self._normed(hidden, residual.before)

@@ -45,7 +45,7 @@ def join_outputs(modules: list[Any]) -> Matmul:
 
 
 def scaled(matmul: Matmul, factors: list[float], rows_of: list[int]) -> Matmul:
-    """Return a function that computes a matmul and scales its outputs: one factor for each part of ``rows_of`` rows."""
+    """Return a function that computes a matmul and scales its outputs; factor ``i`` scales ``rows_of[i]`` columns."""
     if all(factor == 1.0 for factor in factors):
         return matmul
 
@@ -116,7 +116,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class SidePlan:
-    """A block that computes what is added to the hidden states for a layer's mixer alone."""
+    """A block of attention and an MLP whose output is added to what a layer's mixer reads, not to the hidden states."""
 
     begin: Residual
     """Norm of the hidden states joined with the embeddings."""
@@ -140,13 +140,13 @@ class LayerPlan:
     mixer_factor: float
     """Scales the mixer's output."""
     middle: Residual
-    """Residual between attention and the MLP; without an MLP, before what the next layer or the output layer reads."""
+    """Residual after attention and mixer, with the norm that the MLP reads, or else the next or the output layer."""
     feed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
-    """Computes MLP and experts from the normalized rows, and the hidden states before the norm."""
+    """Computes MLP and experts from two arguments: the normalized rows, and the hidden states before the norm."""
     is_parallel: bool
     """True if ``feed`` reads the same rows as attention."""
     end: Residual
-    """Residual after the MLP, and before what the next layer or the output layer reads unless ``last`` is set."""
+    """Residual after the MLP, with the norm that the next or the output layer reads, unless ``last`` has it."""
     inputs: InputParts[Module] | None
     added: Residual
     """How the per-layer input is added to the hidden states."""
@@ -335,10 +335,10 @@ class ProgramLayers:
         """Compute the layers of ``hidden [tokens, width]`` in place; return what the output layer reads.
 
         ``normed`` is what the first layer reads, by default the norm of ``hidden``. ``cached`` is each layer's part of
-        the cache, ``positions [slots, rows]`` are those of rotations, ``embedded`` are the embeddings that side blocks
+        the cache, ``positions [slots, rows]`` are rotary positions, ``embedded`` are the embeddings that side blocks
         read, and ``inputs [tokens, layers, width]`` are per-layer inputs. ``context [tokens, width]`` are normalized
-        rows before the others, of which each layer only writes keys and values. The hidden states after a layer are
-        copied to ``watched`` if it has the layer's number.
+        rows before the others, of which each layer only writes keys and values. The hidden states after the layers that
+        are keys of ``watched`` are copied to it.
         """
         operations, self._slots = self._operations, len(positions)
         rotary = {kind: self._rotary(hidden, positions, kind) for kind in self._kinds}

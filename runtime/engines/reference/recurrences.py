@@ -36,7 +36,7 @@ class Updates(NamedTuple):
     left: torch.Tensor
     """Shape ``[..., slots, heads, rows, width]``."""
     right: torch.Tensor
-    """Shape ``[..., slots, heads, rows, width]``, or with groups of heads that share them in place of heads."""
+    """Shape ``[..., slots, heads or groups, rows, width]``; the heads of a group share their factors."""
     decay: torch.Tensor
     """Logarithm of the decay from the state to each row, shape ``[..., slots, heads, rows, width or 1]``."""
 
@@ -89,8 +89,8 @@ def delta_rule(
 ) -> tuple[torch.Tensor, Updates]:
     """Apply the gated delta rule; return its output ``[slots, rows, heads, width]`` and the rows' state updates.
 
-    Queries and keys are normalized. ``g`` is the logarithm of the decay per head, or per key channel (Kimi's delta
-    attention).
+    This function normalizes queries and keys. ``g`` is the logarithm of the decay per head, or per key channel (Kimi's
+    delta attention), and ``beta`` the write strength.
     """
     dtype, groups = query.dtype, value.shape[2] // key.shape[2]
     q, k, v, gate, strength = (tensor.transpose(1, 2).float() for tensor in (query, key, value, g, beta))

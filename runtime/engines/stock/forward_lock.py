@@ -12,5 +12,5 @@ _LOCKS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
 
 
 def forward_lock(model: Module) -> Any:
-    """Return the lock to hold while replacing or inspecting a model's ``forward`` methods, shared by its targets."""
+    """Return the lock to hold while replacing or inspecting ``forward`` methods; all targets of a model share it."""
     return _LOCKS.setdefault(model, RLock())

@@ -35,11 +35,11 @@ from hdtool.runtime.program.model_families import package_of
 from hdtool.runtime.program.model_parts import EngineSupport
 
 ANY: EngineSupport[Module] = EngineSupport(is_linear, lambda weight: True, lambda module: True, divisor=1)
-"""Modules that run by their own code."""
+"""Support for modules of any kind, because they run by their own code."""
 
 
 def described_mixers(model: Module, shapes: Iterable[StateShape]) -> dict[int, MixerParts[Module]]:
-    """Return the parts of each mixer that is described and holds exactly the states of its layer, by layer."""
+    """Return the parts of described mixers by layer, for each layer whose states belong to a single such mixer."""
     states: dict[int, set[StateName]] = {}
     for shape in shapes:
         states.setdefault(shape.name.layer, set()).add(shape.name)

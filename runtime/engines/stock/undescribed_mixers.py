@@ -184,7 +184,7 @@ class Level(NamedTuple):
 
 
 class TreeLevels:
-    """The trees of a pass, one per slot, each padded to the number of rows of the largest tree, by levels."""
+    """The trees of a pass, one per slot, divided into levels; all are padded to the rows of the largest tree."""
 
     def __init__(self, trees: Sequence[DraftTree], device: torch.device) -> None:
         self._trees, self._device = trees, device
@@ -249,7 +249,7 @@ class LevelStates:
 def forward_by_levels(
     mixer: Mixer, forward: Forward, tree: TreeLevels, cache: Any, states: LevelStates, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call the mixer's ``forward`` once per tree level; return its result for all rows of the trees."""
+    """Call the mixer's ``forward`` once per tree level, without masks; return the result for all rows of the trees."""
     hidden = args[0] if args else kwargs["hidden_states"]
     slots, rows = hidden.shape[:2]
     arguments = {name: value for name, value in kwargs.items() if not name.endswith("mask")}
