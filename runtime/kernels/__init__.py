@@ -1,4 +1,4 @@
 """Compiled CPU kernels: small-batch matmuls, mixtures of experts, argmax, top-k, and their thread pool.
 
-Imports only `data` and `runtime/config`.
+Imports only `data`.
 """

@@ -11,7 +11,7 @@ from hdtool.runtime.kernels.compiled import Array, Ints, compiled
 def insert_best(scores: Array, keys: Ints, score: Any, key: Any, first: int, size: int, max_size: int) -> int:
     """Insert a key by descending score, after those of equal scores; return the new size of the list.
 
-    The first ``first`` keys keep their places. A full list drops its last key, or the new one if it scores no higher.
+    The first ``first`` keys keep their places. A full list drops its last key, or the new key if that scores no higher.
     """
     if size < max_size:
         size += 1

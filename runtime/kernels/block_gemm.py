@@ -42,7 +42,7 @@ def multiply_many(
     outputs: int,
     output_stride: int,
 ) -> None:
-    """Compute the matmul for many input rows; ``kernels`` is a record of ``gemm.KERNELS``.
+    """Compute the matmul for many input rows; ``kernels`` is a record of ``matmul_choice.KERNELS``.
 
     ``out_features`` must be a multiple of ``TILE_OUT_FEATURES``.
     """

@@ -1,8 +1,8 @@
-"""Keep compiled code in a folder whose name depends on hdtool's sources, numba and the processor.
+"""Keep compiled code in a folder whose name depends on hdtool's sources, numba, Python and the processor.
 
-numba reuses the code of a function if the function's own file is unchanged. It doesn't check the files of the functions
-that were compiled into it, so code of an earlier release would be reused. A folder is therefore used for one state of
-the sources only. Installing the same release again changes nothing.
+numba reuses a function's code if the function's own file is unchanged, even if functions in other files that were
+compiled into the code have changed. Code of an earlier release could then be reused, so each state of the sources has a
+folder. Installing the same release again changes nothing.
 """
 
 from __future__ import annotations

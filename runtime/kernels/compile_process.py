@@ -72,8 +72,8 @@ class CompileProcess:
     def wait(self, part: str, on_step: Callable[[int], None] = lambda done: None) -> bool:
         """Wait until a part is compiled, or the process has ended; return True if the part is compiled.
 
-        After its last part, wait until the process has ended, so that it slows down nothing that is timed from then on.
-        ``on_step`` is called with the number of completed steps, several times for each.
+        Once all parts are compiled, also wait until the process has ended, so that it slows down nothing that is timed
+        later. After ``MAX_SECONDS``, kill it. ``on_step`` is called repeatedly with the number of completed steps.
         """
         number = len(STEPS[part])
         while (done := self._steps[part]) < number and self._is_running:
@@ -107,7 +107,10 @@ _processes: list[CompileProcess] = []
 
 
 def start_compiling(*parts: str) -> None:
-    """Start to compile parts in another process, unless they are compiled, there is one core, or no code is kept."""
+    """Start to compile parts that aren't compiled yet in another process, once per process.
+
+    Do nothing on a single core, or if code can't be kept.
+    """
     missing = [part for part in PARTS if part in parts and not is_compiled(part)]
     if missing and not _processes and _cores() > 1 and keeps_code():
         with suppress(OSError):  # this process compiles when it needs the code
@@ -135,7 +138,7 @@ def wait_until_compiled(part: str, *, shown: bool = True) -> None:
 
 @contextmanager
 def core_left_free() -> Iterator[None]:
-    """In this block, let torch use one thread less while the process compiles.
+    """In this block, let torch use one thread fewer if the process is compiling when the block begins.
 
     Threads of torch wait for each other: with one on the compiler's core, each operation takes ten times as long.
     """

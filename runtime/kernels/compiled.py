@@ -112,8 +112,8 @@ def address_of(function: Callable[..., Any], signature: Any) -> int:
 def c_function(signature: Any) -> Callable[[Callable[..., Callable[..., Any]]], Callable[..., Any]]:
     """Compile the function that the decorated one returns into a C function, which compiled code calls by address.
 
-    A C function isn't compiled into each caller. The decorated function may take the matrix format to compile for. Its
-    results are kept, with the code whose address compiled code holds.
+    A C function isn't compiled into each caller. The decorated function may take the matrix format to compile for.
+    Results are cached by argument, so that the code stays in memory at the address that callers hold.
     """
 
     def decorate(make: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """Mixture-of-experts layers for CPUs; they read only the weights of experts to which a token is routed.
 
-A token's expert outputs are added in expert order, so its result is bitwise independent of other tokens.
+A token's expert outputs are added in expert order, so the token's result is bitwise independent of other tokens.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _to_routing_weights(scores: Array, is_sigmoid: bool) -> None:
 
 @compiled
 def _hide_groups(choices: Array, groups: int, used: int, top: int) -> None:
-    """Set scores outside the best ``used`` groups to -inf, which are ranked by the sum of their ``top`` best scores."""
+    """Rank groups by the sum of their ``top`` (1 or 2) best scores; set scores outside the best ``used`` to -inf."""
     size = len(choices) // groups
     best = np.empty(groups, np.float32)
     for group in range(groups):
@@ -188,7 +188,7 @@ def mix_experts(
     """Write each row's weighted sum of expert outputs; return the number of distinct experts used.
 
     ``chosen`` and ``routing_weights`` ``[rows, top_k]`` are each row's experts and their weights. ``inputs`` and
-    ``outputs`` are addresses of float32 rows.
+    ``outputs`` are addresses of float32 rows, ``scratch`` that of ``experts_scratch_size`` numbers.
     """
     rows, top_k = chosen.shape
     width, inner = experts.width, experts.inner
@@ -414,7 +414,10 @@ def arrange_experts(model: Module) -> None:
 
 
 def compile_experts(model: Module) -> None:
-    """Replace a model's experts in place with ``CompiledExperts`` if their outputs match; parameters are shared."""
+    """Replace a model's experts with ``CompiledExperts`` that share the parameters, if the outputs match.
+
+    Transposed matrices are rearranged first, see ``arrange_experts``. Outputs are compared once per class.
+    """
     arrange_experts(model)
     same: dict[type, bool] = {}
     for module in list(model.modules()):
@@ -443,7 +446,7 @@ def _has_same_outputs(experts: Any) -> bool:
 
 
 def _first_experts(experts: Any) -> Any:
-    """Return a copy of the module with its first ``CHECKED_EXPERTS`` experts: transformers may expand all of them."""
+    """Return a copy of the module with its first ``CHECKED_EXPERTS`` experts: transformers' code may expand all."""
     subset = copy(experts)
     subset._parameters = {name: weight[:CHECKED_EXPERTS] for name, weight in experts._parameters.items()}
     subset.num_experts = min(CHECKED_EXPERTS, experts.num_experts)

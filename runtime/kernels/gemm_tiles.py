@@ -42,7 +42,7 @@ QUAD_ACCUMULATORS = {16: 16, 8: 4, 4: 8}[LANES]
 """Maximum sums of a tile of four matrix rows. With more, AVX has no registers left for scales and minima: two input
 rows by a 1,536 x 576 matrix in Q4_1 took 166 µs with eight sums and 97 µs with four, on Zen 4 without AVX-512."""
 TILE_OUT_FEATURES, MAX_TILE_ROWS = 8, 11 if LANES == 8 else max(8, PAIR_ACCUMULATORS // 2)
-"""Matrix rows divided evenly among tiles, and maximum input rows of a tile. AVX has registers for eleven sums of one
+"""A multiple of all tiles' matrix rows, and the maximum input rows of a tile. AVX has registers for eleven sums of one
 matrix row: nine input rows by a 1,536 x 576 matrix in Q4_1 take 0.78 of the time of a tile of five and one of four."""
 MAX_DIRECT_ROWS = 4
 """Maximum input rows that a tile reads in place; more rows are interleaved vector by vector."""
@@ -367,7 +367,7 @@ def interleave(inputs: int, rows: int, columns: int, written: int, group: int) -
 
 @compiled
 def stride_of(kernels: Record, columns: int) -> int:
-    """Return the size of a matrix row or panel in bytes; ``kernels`` is a record of ``gemm.KERNELS``."""
+    """Return the size of a matrix row or panel in bytes; ``kernels`` is a record of ``matmul_choice.KERNELS``."""
     return columns // kernels.block_size * kernels.bytes  # type: ignore[no-any-return]
 
 

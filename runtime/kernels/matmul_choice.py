@@ -276,7 +276,7 @@ def _multiply_prepared(
     output_stride: int,
     memory: npt.NDArray[np.uint8],
 ) -> None:
-    """Prepare the input rows in ``memory`` and multiply the matrix by them; its last panel may be a part of one."""
+    """Write prepared input rows to ``memory`` and multiply the matrix by them; its last panel may have padding rows."""
     prepared, size = line_after(memory.ctypes.data), _prepared_bytes(kernels, columns)
     tile_rows = min(kernels.tile_rows, max(MAX_DIRECT_ROWS, MAX_CACHED_VALUES * ITEM_SIZE // size))
     if kernels.has_even_tiles:

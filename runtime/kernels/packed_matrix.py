@@ -91,7 +91,7 @@ class PackedMatrix:
         return numbers.view(*copied.shape[:-1], self.shape[1])
 
     def viewed(self, operation: Any, args: Sequence[Any]) -> PackedMatrix | torch.Tensor | None:
-        """Return a view operation's result, or None if computing it would expand more of the matrix than the result."""
+        """Return a view operation's result, or None if the operation doesn't keep or select whole rows."""
         if operation in (ATEN.detach.default, ATEN.alias.default):
             return self
         if operation is ATEN.slice.Tensor and (not args or args[0] == 0) and args[3:] in ((), (1,)):
@@ -296,7 +296,7 @@ def _of_int4(weight: Any) -> PackedMatrix | None:
 
 
 def packed_int8(levels: torch.Tensor, scales: torch.Tensor, group: int) -> PackedMatrix | None:
-    """Pack 8-bit integers with a scale per ``group`` of columns; return None if the integers don't fill whole blocks.
+    """Pack 8-bit integers with a scale per ``group`` of columns; return None if shapes or dtypes don't fit the format.
 
     ``scales`` has one row per matrix row, or a single one for all.
     """
@@ -306,7 +306,7 @@ def packed_int8(levels: torch.Tensor, scales: torch.Tensor, group: int) -> Packe
 def packed_int4(octets: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, group: int) -> PackedMatrix | None:
     """Pack signed 4-bit integers, two columns per byte, with a scale and a minimum per ``group`` of columns.
 
-    Return None if the integers don't fill whole blocks.
+    Return None if shapes or dtypes don't fit the format.
     """
     out_features, half = octets.shape
     if half % (INT4.block_size // 2):

@@ -67,7 +67,7 @@ def multiply_many(
     outputs: int,
     output_stride: int,
 ) -> None:
-    """Compute the matmul for many input rows; ``kernels`` is a record of ``gemm.KERNELS``.
+    """Compute the matmul for many input rows; ``kernels`` is a record of ``matmul_choice.KERNELS``.
 
     ``output_stride`` is the distance between output rows in numbers. ``columns`` must be a multiple of ``4 * LANES``
     and of the size of a block.
@@ -116,8 +116,8 @@ def _multiply_panel(
 ) -> None:
     """Multiply a transposed panel by transposed input rows, lane by lane.
 
-    ``weights`` is scratch memory for one lane of a range of columns. ``sums`` holds the sums that wait at each level,
-    then the final ones; those that will be written there next are carried from range to range in the same place.
+    ``weights`` is scratch memory for one lane of a range of columns. ``sums`` has a place for the sums that wait at
+    each level, then one for the final sums. Between ranges, a lane's sums are kept in the place that they will get.
     """
     padded_rows, width = _padded(rows), _panel_width(out_features)
     for number in range(LANES):

@@ -18,8 +18,8 @@ from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, F
 def elementwise(compute: Callable[..., Any], inputs: int = 1, factors: int = 0, *, in_place: bool = True) -> Any:
     """Return an intrinsic that writes ``compute(code, *numbers, *factors)`` for the numbers at each index of inputs.
 
-    Its arguments are the addresses of the inputs, their size, the factors and the address to write to. With
-    ``in_place``, there is no such address, and the first input is overwritten.
+    The intrinsic's arguments are the addresses of the inputs, the number of items in each, the factors and the address
+    to write to. With ``in_place``, there is no such address, and the first input is overwritten.
     """
     written = () if in_place else (types.int64,)
 
@@ -240,7 +240,7 @@ def _activate(builder: Any, activation: Any, gate: Any, up: Any, size: Any) -> N
 
 @compiled
 def activate(activation: int, gate: int, up: int, size: int) -> None:
-    """Activate gates in place, and multiply them by the numbers at ``up`` unless this is 0."""
+    """Activate gates in place, and multiply them by the numbers at ``up`` unless ``up`` is 0."""
     _activate(activation, gate, up, size)
 
 

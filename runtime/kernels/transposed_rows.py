@@ -271,7 +271,7 @@ class _BlockWriter(_TransposedCode):
 
 
 class _BlockReader(_TransposedCode):
-    """Generates code that expands a lane of a transposed block: vector ``k`` has its column ``LANES * k + lane``."""
+    """Generates code that expands a lane of a transposed block: vector ``k`` has column ``LANES * k + lane``."""
 
     def __init__(self, code: FloatCode, format: BlockFormat, layout: _Layout, lane: Any) -> None:
         super().__init__(code, format)

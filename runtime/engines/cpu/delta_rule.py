@@ -145,7 +145,7 @@ class DeltaRows(NamedTuple):
 
 @compiled
 def delta_rows(mixer: Record, rows: int, kept: int, scratch: int) -> DeltaRows:
-    """Return the addresses for ``rows`` rows: of kept values from ``kept`` on, of scratch memory from ``scratch`` on."""
+    """Return the addresses for ``rows`` rows: kept values from ``kept`` on, scratch memory from ``scratch`` on."""
     heads, channels = rows * mixer.heads * ITEM_SIZE, rows * mixer.convolution.channels * ITEM_SIZE
     keys, values = rows * mixer.key_heads * mixer.key_width * ITEM_SIZE, heads * mixer.value_width
     changes, gates = kept + channels + keys, scratch + channels

@@ -73,7 +73,7 @@ def projected_size(mixer: Record) -> int:
 
 @compiled
 def scan_rows(mixer: Record, rows: int, kept: int, scratch: int) -> ScanRows:
-    """Return the addresses for ``rows`` rows: of kept values from ``kept`` on, of scratch memory from ``scratch`` on."""
+    """Return the addresses for ``rows`` rows: kept values from ``kept`` on, scratch memory from ``scratch`` on."""
     values = kept + rows * projected_size(mixer) * ITEM_SIZE
     keys = values + rows * mixer.heads * mixer.value_width * ITEM_SIZE
     decays = keys + rows * mixer.key_heads * mixer.key_width * ITEM_SIZE
