@@ -26,10 +26,7 @@ NO_TENSOR = torch.empty(0)
 GROWTH = 64
 """Capacities are rounded up to a multiple of this, so that answers of similar length reuse a cache."""
 MIN_EXTENT = 512
-"""Smallest extent: the number of cache positions that a captured step reads.
-
-Larger extents are this times a power of two, or halfway between two of those.
-"""
+"""Smallest extent (cache positions that a captured step reads); others are ``2**n`` or ``1.5 * 2**n`` times this."""
 
 
 def extent_for(rows: int) -> int:
@@ -237,8 +234,7 @@ class StaticKVCache:
     def copy_from(self, source: StaticKVCache, length: int | None = None) -> None:
         """Copy the keys and values of the first ``length`` tokens of ``source``, by default all that are valid.
 
-        The tokens must fit in ``capacity`` positions. ``source`` makes its pending move first; later positions here
-        are zeroed.
+        The tokens must fit into ``capacity``. The pending move of ``source`` is made, and later positions are zeroed.
         """
         source.settle()
         self.pending_move = self._interrupted_from = None

@@ -38,7 +38,7 @@ class TensorLayout(NamedTuple):
 
 
 def must_move(path: Sequence[int]) -> bool:
-    """Return True unless the increasing offsets in ``path`` are 0, 1, 2 and so on, and so already in place."""
+    """Return True unless ``path``, whose offsets increase, is 0, 1, 2 and so on: such positions are in place."""
     return len(path) > 0 and path[-1] != len(path) - 1
 
 
@@ -53,10 +53,7 @@ def move_on_host(
     start: int,
     path: Array,
 ) -> None:
-    """Move the contents of positions ``start + path`` to ``start``, ``start + 1`` and so on, in each row and head.
-
-    The offsets in ``path`` must increase.
-    """
+    """Move positions ``start + path``, whose offsets must increase, to ``start`` and onwards, in each row and head."""
     words = position_size // WORD_SIZE
     for row in range(rows):
         for head in range(heads):

@@ -124,10 +124,7 @@ class Slot:
         return self.hidden[0] if self.hidden else None
 
     def copy_from(self, source: Slot, length: int | None = None) -> None:
-        """Copy the first ``length`` tokens of another slot, by default all valid ones, with all that it keeps of them.
-
-        The owner, the version and the time of the last use are copied, too.
-        """
+        """Copy another slot's first ``length`` tokens (by default all valid ones), states, owner and time of use."""
         self.kv.copy_from(source.kv, length)
         self.kept.copy_from(source.kept, self.length)
         self.tokens = source.tokens[: self.kv.length]
@@ -166,7 +163,7 @@ class Cache:
 
     @torch.inference_mode()
     def reserve(self, capacity: int, wished: int = 0) -> None:
-        """Grow slots of fewer than ``capacity`` positions to that many, or to ``wished`` if memory allows.
+        """If slots have fewer than ``capacity`` positions, grow them to that, or to ``wished`` if more and possible.
 
         The slots keep their contents.
         """
@@ -181,10 +178,7 @@ class Cache:
 
     @torch.inference_mode()
     def fill_unread(self, slot: int, tokens: Sequence[int], room: int) -> None:
-        """Append tokens to an empty slot, with constant keys and values instead of a pass, to time later passes.
-
-        ``room`` is the number of further positions to reserve.
-        """
+        """Fill an empty slot with tokens and constant keys and values, to time passes; reserve ``room`` more."""
         self.reserve(len(tokens) + room)
         for keys, values in self.slots[slot].kv.storage.layers:
             for numbers in (keys, values):

@@ -77,10 +77,7 @@ class CapturedRuns(dict[Shape, CapturedRun[Output]]):
     def of(
         self, shape: Shape, compute: Callable[[], Output], before: Callable[[], None] = lambda: None
     ) -> CapturedRun[Output]:
-        """Return the captured function of a shape.
-
-        If there is none, or another attempt is due, call ``before`` and then capture ``compute``.
-        """
+        """Return a shape's captured function; if there is none or a retry is due, first call ``before`` and capture."""
         captured = self.get(shape)
         if captured is None or captured.is_due():
             before()

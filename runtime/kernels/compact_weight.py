@@ -147,7 +147,7 @@ class CompactEmbedding(Embedding):
 
 
 def narrowed(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return a 16-bit or float32 weight in a 16-bit dtype that represents all values exactly; None if there is none."""
+    """Return the weight in a 16-bit dtype that represents all values exactly; None for all other weights."""
     if weight.dtype in NARROW_DTYPES:
         return weight
     if weight.dtype != torch.float32:

@@ -107,10 +107,7 @@ _processes: list[CompileProcess] = []
 
 
 def start_compiling(*parts: str) -> None:
-    """Start to compile parts that aren't compiled yet in another process, once per process.
-
-    Do nothing on a single core, or if code can't be kept.
-    """
+    """Start a process that compiles missing parts, unless one was started, there is one core, or no code is kept."""
     missing = [part for part in PARTS if part in parts and not is_compiled(part)]
     if missing and not _processes and _cores() > 1 and keeps_code():
         with suppress(OSError):  # this process compiles when it needs the code

@@ -414,10 +414,7 @@ def arrange_experts(model: Module) -> None:
 
 
 def compile_experts(model: Module) -> None:
-    """Replace a model's experts with ``CompiledExperts`` that share the parameters, if the outputs match.
-
-    Transposed matrices are rearranged first, see ``arrange_experts``. Outputs are compared once per class.
-    """
+    """Rearrange a model's experts, and replace them with ``CompiledExperts`` if outputs match; parameters are shared."""
     arrange_experts(model)
     same: dict[type, bool] = {}
     for module in list(model.modules()):

@@ -134,7 +134,7 @@ class CapturedPasses(Backend):
     def enable(self, capture: Capture, trees: TreePasses, cache: Cache) -> None:
         """Try to capture steps; from now on, use them if their logits match those of ``trees``, the uncaptured passes.
 
-        If those of a pass don't, try the next one. The steps are checked on ``cache``, whose contents are lost.
+        If a pass has other logits, the next pass is tried. The check uses ``cache``, whose contents are lost.
         """
         stock, facts = self._stock, self._facts
         if reason := not_on_one_device_reason(stock.model) or stock.row_by_row.reason:

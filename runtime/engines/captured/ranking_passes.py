@@ -66,7 +66,7 @@ class RankingPasses:
             self._captured.clear()
 
     def read_from(self, *places: object) -> None:
-        """Release captured passes if the model or ``places``, such as a cache's tensors, have changed since."""
+        """Release captured passes if the model or ``places``, such as a cache's tensors, changed since the last call."""
         if self._read != (read := (self._changes(), *places)):
             self.forget()
             self._read = read
@@ -80,10 +80,8 @@ class RankingPasses:
     ) -> Callable[[], Ranked]:
         """Start to compute rankings from ``words``; return a function that waits for the first ``rankings`` of them.
 
-        A pass that isn't captured is finished at once.
-
         ``shape``, which begins with the kind and the number of rows, determines the number of words and all else that
-        ``rank`` reads on the host.
+        ``rank`` reads on the host. Without a captured pass, the rankings are computed before this method returns.
         """
         given, number = torch.tensor(words), len(words)
         self.read_from(*self._read[1:])

@@ -76,10 +76,7 @@ class StaticSteps:
             kept.clear()
 
     def capacity_for(self, needed: int, limit: int | None, slots: int = 1) -> int:
-        """Return the capacity per slot for ``needed`` positions: one of a few values, so that steps can be reused.
-
-        ``limit`` is the model's context limit, beyond which no positions are reserved.
-        """
+        """Return the capacity per slot for ``needed`` positions: one of a few, to reuse steps, within the ``limit``."""
         capacity = MIN_EXTENT
         while capacity < needed:
             capacity *= 2

@@ -35,8 +35,8 @@ PATHS, DEPTH = 3, 2
 def prove_recurrent_trees(stock: StockModel, facts: ModelFacts) -> ModelFacts:
     """Check that a model with recurrent layers verifies trees correctly; raise a ``FamilyError`` if not.
 
-    Return the completed facts, with which described mixers compute in closed form if the results of that are right, and
-    level by level otherwise.
+    Return the completed facts, by which described mixers compute in closed form if that gives right results, and level
+    by level otherwise.
     """
     kind = stock.model.config.model_type
     try:

@@ -76,7 +76,7 @@ class MatmulRows(NamedTuple):
 
 
 MIXER_INPUTS = ("inputs", "delta.gates", "delta.strengths", "delta.steps", "delta.keys", "delta.values")
-"""Fields of a mixer's record for the input matmuls, except in a delta attention and if key heads group the inputs."""
+"""Fields of a mixer's record for the input matmuls, except in a delta attention or with inputs grouped by key head."""
 GROUPED_INPUTS = ("inputs", "delta.strengths")
 DELTA_ATTENTION_INPUTS = ("inputs", "delta.keys", "delta.values", "delta.strengths")
 GATES, DECAYS = ("delta.gate_input", "delta.gates"), ("delta.decay_input", "delta.steps")

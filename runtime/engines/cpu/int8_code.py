@@ -222,7 +222,7 @@ class IntegerCode(VectorCode):
         """Pass ``vector`` through empty assembly marked as having side effects, so that LLVM keeps program order.
 
         Otherwise LLVM computes one input row after another, which keeps all levels of a part in registers. AVX2 has too
-        few registers for that: Q8_0 took 23 cycles per row of four on Zen 4 without AVX-512, and 19 in order.
+        few for that: a part of four rows in Q8_0 took 23 cycles per row on Zen 4 without AVX-512, and 19 in order.
         """
         kind = ir.FunctionType(vector.type, [vector.type])
         return self.builder.asm(kind, "", "=v,0", [vector], side_effect=True)

@@ -39,13 +39,10 @@ class CudaGraphs:
             self._kept = self.record(run)
 
     def record(self, run: Run) -> Run:
-        """Return a function that replays ``run``, or ``run`` itself if there is not enough memory to capture it.
-
-        Capturing is tried twice, because memory or another thread may have been in the way the first time.
-        """
+        """Return a function that replays ``run``, or ``run`` itself if memory is too short even in a second attempt."""
         try:
             return self._record(run)
-        except Exception:  # any code may run in a capture
+        except Exception:  # from any code; memory or another thread may have been in the way
             release_memory()
         try:
             return self._record(run)
