@@ -41,7 +41,7 @@ def extent_for(rows: int) -> int:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Shape, dtype and device of a layer's keys or values."""
+    """Shape, dtype and device of a layer's keys, values or indexer keys."""
 
     heads: int
     width: int
@@ -191,7 +191,7 @@ class StaticKVCache:
         self._interrupted_from = None
 
     def cut(self, length: int) -> None:
-        """Keep only the first ``length`` positions."""
+        """Keep only the first ``length`` positions; if the pending move reaches some of these, make it first."""
         if self.pending_move:
             if length > self.pending_move[0]:
                 self.settle()

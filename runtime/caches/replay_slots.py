@@ -139,7 +139,7 @@ NOTHING_READ = Snapshot(0, None)
 
 
 class ReplayedCaches(KeptStates):
-    """``transformers`` caches after some prefixes of a sequence; tokens after the prefix used must be read again."""
+    """``transformers`` caches after some prefixes of a sequence, from each of which a pass can continue."""
 
     keeps_states = True
 

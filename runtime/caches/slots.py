@@ -124,7 +124,7 @@ class Slot:
         return self.hidden[0] if self.hidden else None
 
     def copy_from(self, source: Slot, length: int | None = None) -> None:
-        """Copy another slot's first ``length`` tokens (by default all valid ones), states, owner and time of use."""
+        """Make this slot a copy of another up to ``length`` tokens, by default all valid ones; no tree is copied."""
         self.kv.copy_from(source.kv, length)
         self.kept.copy_from(source.kept, self.length)
         self.tokens = source.tokens[: self.kv.length]
@@ -163,7 +163,7 @@ class Cache:
 
     @torch.inference_mode()
     def reserve(self, capacity: int, wished: int = 0) -> None:
-        """If slots have fewer than ``capacity`` positions, grow them to that, or to ``wished`` if more and possible.
+        """Grow slots with fewer positions to ``capacity``, or to ``wished`` if that is more and memory allows.
 
         The slots keep their contents.
         """
@@ -178,7 +178,7 @@ class Cache:
 
     @torch.inference_mode()
     def fill_unread(self, slot: int, tokens: Sequence[int], room: int) -> None:
-        """Fill an empty slot with tokens and constant keys and values, to time passes; reserve ``room`` more."""
+        """Fill an empty slot with tokens and constant keys and values, to time passes; reserve ``room`` positions."""
         self.reserve(len(tokens) + room)
         for keys, values in self.slots[slot].kv.storage.layers:
             for numbers in (keys, values):

@@ -190,7 +190,7 @@ class KeptStates:
         """Go back to the states after ``length`` tokens, if they were kept."""
 
     def begin_prefill(self, length: int) -> None:
-        """Note that a pass begins to update the states after ``length`` tokens."""
+        """Note that a pass begins to update the states, which include ``length`` tokens."""
 
     def end_reading(self, length: int) -> None:
         """Note that the states include ``length`` tokens."""

@@ -77,7 +77,7 @@ class CapturedRuns(dict[Shape, CapturedRun[Output]]):
     def of(
         self, shape: Shape, compute: Callable[[], Output], before: Callable[[], None] = lambda: None
     ) -> CapturedRun[Output]:
-        """Return a shape's captured function; if there is none or a retry is due, first call ``before`` and capture."""
+        """Return a shape's function. If none is captured or a retry is due, call ``before``, then capture ``compute``."""
         captured = self.get(shape)
         if captured is None or captured.is_due():
             before()

@@ -1,8 +1,8 @@
 """Compile functions for compiled callers, without the machine code that only a call from Python needs.
 
-numba compiles each function that a compiled one calls to machine code of its own, wraps it for calls from Python and
-writes it to the cache, although the caller's code contains it. Leaving this out shortens compilation by a fifth. The
-LLVM module that callers link is the same, and so is their code.
+For each function that a compiled one calls, numba also generates separate machine code, wraps this for calls from
+Python and writes it to the cache, although the caller's code contains the function. Leaving this out shortens
+compilation by a fifth. Callers link the same LLVM module, so their code is the same.
 """
 
 from __future__ import annotations

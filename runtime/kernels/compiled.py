@@ -167,7 +167,7 @@ else:
 
 @compiled
 def lap(work: Any, source: int) -> None:
-    """Add the nanoseconds since the previous lap to the total of ``source``, if this draft is timed."""
+    """Add the nanoseconds since the previous lap to the total of ``source``; do nothing unless ``work.timed``."""
     if work.timed:
         _read(MONOTONIC, work.instant_at)
         now = work.instant[0] * 1_000_000_000 + work.instant[1]
@@ -177,7 +177,7 @@ def lap(work: Any, source: int) -> None:
 
 @compiled
 def start_clock(work: Any) -> None:
-    """Set all lap totals to 0 and start the first lap."""
+    """Set all lap totals to 0 and, if ``work.timed``, start the first lap."""
     lap(work, 0)
     work.laps[:] = 0
 
@@ -213,7 +213,7 @@ class Uncopyable:
 
 
 def return_free_memory() -> None:
-    """Return freed heap memory to the operating system, which glibc's allocator doesn't do by itself."""
+    """Return freed heap memory to the operating system, which glibc doesn't do by itself; do nothing without glibc."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
 

@@ -414,7 +414,7 @@ def arrange_experts(model: Module) -> None:
 
 
 def compile_experts(model: Module) -> None:
-    """Rearrange a model's experts, and replace them with ``CompiledExperts`` if outputs match; parameters are shared."""
+    """Rearrange a model's experts; replace them with ``CompiledExperts`` if outputs match. Parameters are shared."""
     arrange_experts(model)
     same: dict[type, bool] = {}
     for module in list(model.modules()):

@@ -44,7 +44,7 @@ STATE_SETTINGS = frozenset({
     "residual_in_fp32", "time_step_floor", "time_step_limit", "time_step_max", "time_step_min", "use_bias",
     "use_conv_bias",
 })  # fmt: skip
-"""Settings of Mamba-2 mixers in models whose layers have a single sublayer."""
+"""Settings of Mamba-2 mixers in the families ``mamba2``, ``nemotron_h`` and ``zamba2``."""
 DELTA_ATTENTION = Family(
     layer=LayerKind(mixers=("self_attn",)),
     attention=AttentionKind(has_latents=True),

@@ -25,7 +25,7 @@ class SideNames:
     """Names of the modules of layers with a side block."""
 
     holders: tuple[str, ...]
-    """Names of modules that only group others, which are named by the group's name, a dot and their own name."""
+    """Names of modules that only group others; ``modules_of`` names these by the group's name, a dot and their own."""
     norm: str
     out: str
     adapters: Mapping[str, str]
@@ -39,7 +39,7 @@ class SideNames:
 
 @dataclass(frozen=True)
 class SideBlock(Generic[Matmul]):
-    """What makes a layer's attention and MLP a block beside the layer's mixer.
+    """The modules, besides attention and MLP, of a block whose output only the layer's mixer reads.
 
     Without residual connections, the MLP reads the normalized output of the attention, and ``out`` reads the output of
     the MLP. Layers may share the modules of their blocks.

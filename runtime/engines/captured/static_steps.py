@@ -76,7 +76,7 @@ class StaticSteps:
             kept.clear()
 
     def capacity_for(self, needed: int, limit: int | None, slots: int = 1) -> int:
-        """Return the capacity per slot for ``needed`` positions: one of a few, to reuse steps, within the ``limit``."""
+        """Return the capacity per slot for ``needed`` positions: one of a few up to ``limit``, to reuse steps."""
         capacity = MIN_EXTENT
         while capacity < needed:
             capacity *= 2
@@ -217,7 +217,7 @@ class _Buffers:
         """Logits of each slot's root, on the host."""
 
     def write(self, output: StepOutput) -> None:
-        """Write a pass's outputs and each row's argmax to the buffers; the first call allocates the largest of them."""
+        """Write a pass's outputs and each row's argmax to the buffers; the first call allocates those for outputs."""
         logits, hidden, _ = output
         if self._logits is None:
             self._logits = logits.new_zeros((self.rows, logits.shape[1]))

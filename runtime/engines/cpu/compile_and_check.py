@@ -98,7 +98,7 @@ def compile_cpu(stock: StockModel, facts: ModelFacts, *, proved: bool = False) -
 
 
 def _is_compiled(parts: CompiledParts) -> bool:
-    """Return True if compiled code supports a model's activations, experts, rotary widths, factors and input norm."""
+    """Return True if compiled code supports all activations, experts, rotary widths, factors and per-layer inputs."""
     kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
     none, first = torch.empty(0, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.int64)
     rotary_widths = [rotary_of(parts, none, first, kind).cos.shape[1] for kind in kinds]

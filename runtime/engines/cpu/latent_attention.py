@@ -36,7 +36,7 @@ def turned_at(pass_record: Record, attention: Record, absorbed: int) -> int:
 
 @compiled
 def _rotate(pass_record: Record, attention: Record, row: int, read: int, written: int) -> None:
-    """Write the rotated form of a query's or key's rotated part."""
+    """Write the rotary part of a query or key, rotated unless the layer has no rotary positions."""
     width = attention.latents.rotated
     if attention.rotary < 0:
         copy_floats(read, width, written)

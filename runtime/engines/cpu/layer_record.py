@@ -270,7 +270,7 @@ call_embed = caller_of(EMBED)
 
 @compiled
 def multiply(pass_record: Record, matmul: Record, inputs: int, rows: int, outputs: int) -> None:
-    """Multiply ``rows`` rows at ``inputs`` by a matrix, then add its bias and scale its outputs, if it has these."""
+    """Multiply ``rows`` rows at ``inputs`` by a matrix, plus bias and times factors, if any; write to ``outputs``."""
     parallel_matmul(
         pass_record.thread_pool,
         pass_record.threads,

@@ -74,7 +74,7 @@ class MixerTable:
                 self._taps[number] = weight.clone(memory_format=torch.contiguous_format)
 
     def fits(self, states: States) -> bool:
-        """Return True if compiled code supports the mixers and the layout of ``states``, which must be all of theirs."""
+        """Return True if compiled code supports the mixers and ``states``, which must be exactly the mixers' states."""
         expected: dict[StateName, tuple[int, ...]] = {}
         for number, mixer in self._mixers.items():
             expected[StateName(number, CONV, 0)] = mixer.channels, mixer.taps

@@ -305,7 +305,7 @@ TREE_PASS = np.dtype(
     align=True,
 )
 NODES, LENGTH, WALKS, HEADER = range(1, 5)
-"""Fields of a tree's header after the root, and their number."""
+"""Fields of a tree's header after the root, and the number of all fields."""
 
 
 @compiled
@@ -421,7 +421,7 @@ def _walk(record: Any, slot: int, forced_tokens: Array, tokens: Array, parents: 
 
 
 def compile_passes() -> None:
-    """Compile the passes by calling them with a token id that no model has, so that the first pass doesn't have to."""
+    """Compile the passes ahead of the first one, by calling them with a token id that no model has."""
     zeros, record, bare = np.zeros(4, np.int64), zeroed_records(TREE_PASS), DraftTree.bare(-1)
     for name in ("starts", "ids", "positions", "forced_tokens", "walk_results"):
         record[name] = zeros.ctypes.data

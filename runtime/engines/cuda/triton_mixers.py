@@ -1,4 +1,4 @@
-"""Implements the operations of mixers with one Triton kernel each."""
+"""Implements most operations of mixers with one Triton kernel each."""
 
 from __future__ import annotations
 

@@ -87,4 +87,4 @@ MIXERS: Mapping[str, Callable[[MixerParts[Any], torch.Tensor, MixerStates, Mixer
     DELTA_ATTENTION: _delta_rule,
     MAMBA2: _mamba2,
 }
-"""Functions that compute what a mixer's output projection reads, by its kind."""
+"""Functions that compute what a mixer's output projection reads, by kind of mixer."""

@@ -140,13 +140,13 @@ class LayerPlan:
     mixer_factor: float
     """Scales the mixer's output."""
     middle: Residual
-    """Residual after attention and mixer, with the norm that the MLP reads, or else the next or the output layer."""
+    """Residual after attention and mixer, normalized for the MLP, or without one, for the next or the output layer."""
     feed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
     """Computes MLP and experts from two arguments: the normalized rows, and the hidden states before the norm."""
     is_parallel: bool
     """True if ``feed`` reads the same rows as attention."""
     end: Residual
-    """Residual after the MLP, with the norm that the next or the output layer reads, unless ``last`` has it."""
+    """Residual after the MLP, normalized for the next or the output layer unless ``last`` does that."""
     inputs: InputParts[Module] | None
     added: Residual
     """How the per-layer input is added to the hidden states."""

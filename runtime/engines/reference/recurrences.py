@@ -36,7 +36,7 @@ class Updates(NamedTuple):
     left: torch.Tensor
     """Shape ``[..., slots, heads, rows, width]``."""
     right: torch.Tensor
-    """Shape ``[..., slots, heads or groups, rows, width]``; the heads of a group share their factors."""
+    """Shape ``[..., slots, heads or groups, rows, width]``; all heads of a group have the same."""
     decay: torch.Tensor
     """Logarithm of the decay from the state to each row, shape ``[..., slots, heads, rows, width or 1]``."""
 
