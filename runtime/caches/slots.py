@@ -68,7 +68,7 @@ class Slot:
         self.kept.keep()
 
     def view(self, new: int) -> SlotKVCache:
-        """Return a ``transformers`` cache for a pass that writes ``new`` positions."""
+        """Return a ``transformers`` cache for a pass that writes ``new`` positions, and mark these as written."""
         self.kv.mark_written(self.length + new)
         return SlotKVCache(self.kv.storage, [self.length], has_begun=self.kept.has_begun)
 

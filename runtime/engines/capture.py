@@ -77,7 +77,7 @@ class CapturedRuns(dict[Shape, CapturedRun[Output]]):
     def of(
         self, shape: Shape, compute: Callable[[], Output], before: Callable[[], None] = lambda: None
     ) -> CapturedRun[Output]:
-        """Return a shape's function. If none is captured or a retry is due, call ``before``, then capture ``compute``."""
+        """Return a shape's function; if none is captured or a retry is due, call ``before`` and capture ``compute``."""
         captured = self.get(shape)
         if captured is None or captured.is_due():
             before()

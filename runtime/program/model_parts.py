@@ -398,7 +398,10 @@ def _dropouts(module: Module, family: Family) -> set[str]:
 def _has_known_code(
     layer: Module, attention: Module | None, mixer: Module | None, mlp: Module | None, family: Family
 ) -> bool:
-    """Return True if the family describes all code of the modules; for ``LLAMA``, if no attribute is unsupported."""
+    """Return True if the family describes all code of the modules; for ``LLAMA``, if no attribute is unsupported.
+
+    No family describes attention that takes ``position_ids``.
+    """
     if attention and "position_ids" in inspect.signature(attention.forward).parameters:
         return False  # positions have a second use, such as scaling the queries of long contexts
     holders = [module for module in (layer, attention, mlp) if module is not None]

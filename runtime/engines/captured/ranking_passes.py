@@ -66,7 +66,7 @@ class RankingPasses:
             self._captured.clear()
 
     def read_from(self, *places: object) -> None:
-        """Release captured passes unless the model and ``places``, such as a cache's tensors, are as in the last call."""
+        """Release captured passes if the model or ``places``, such as a cache's tensors, aren't those of last time."""
         if self._read != (read := (self._changes(), *places)):
             self.forget()
             self._read = read

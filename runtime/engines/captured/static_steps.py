@@ -85,7 +85,7 @@ class StaticSteps:
         return capacity if limit is None else min(capacity, max(needed, limit + LARGEST_TREE + 1))
 
     def record(self, cache: Cache) -> None:
-        """Capture the steps over the first slots of a cache ahead of time, so that no answer waits for them."""
+        """Capture the steps over a cache's first slots that answers may need soon, so that none waits for a capture."""
         shapes = product(padded_numbers(len(cache.slots)), RECORDED)
         for slots, rows in sorted(shapes, key=prod, reverse=True):  # all use the buffers of the largest
             if slots == 1 or slots * rows <= RECORDED_ROWS:
@@ -110,8 +110,8 @@ class StaticSteps:
 
         Return None if there is not enough memory for the step, even without capturing it.
 
-        The step makes the cache's pending moves. ``options`` says whether rankings and root logits are copied
-        to the host.
+        The running step is finished first. The new step makes the cache's pending moves. ``options`` says whether
+        rankings and root logits are copied to the host.
         """
         self._finish_running()
         rows = STEP_SIZES[bisect_left(STEP_SIZES, max(map(len, trees)) + 1)]

@@ -32,7 +32,7 @@ class MixerOperations:
     def convolve(
         self, parts: MixerParts[Any], inputs: torch.Tensor, states: MixerStates, *, activates: bool
     ) -> torch.Tensor:
-        """Apply the short convolution to ``inputs``, and SiLU if it ``activates``."""
+        """Apply the short convolution to ``inputs``, and SiLU if it ``activates``; ``states`` keeps what it reads."""
         state, weight = states.convolution, parts.convolution.weight.squeeze(1)
         columns = torch.cat([state.mT, inputs.to(state.dtype)], 1)
         states.keep_columns(columns)
@@ -41,7 +41,7 @@ class MixerOperations:
     def delta_rule(
         self, parts: MixerParts[Any], convolved: torch.Tensor, inputs: DeltaInputs, states: MixerStates
     ) -> torch.Tensor:
-        """Return the output of a gated delta rule for convolved queries, keys and values."""
+        """Return the output of a gated delta rule for convolved queries, keys and values; ``states`` keeps updates."""
         keys, values = parts.key_heads * parts.key_width, parts.heads * parts.value_width
         query, key, value = convolved.split([keys, keys, values], -1)
         decay, strength, parameters = inputs.step, inputs.strength.sigmoid(), parts.parameters
@@ -62,7 +62,7 @@ class MixerOperations:
     def scan(
         self, parts: MixerParts[Any], convolved: torch.Tensor, step: torch.Tensor, states: MixerStates
     ) -> torch.Tensor:
-        """Return the output of a Mamba-2 scan for convolved values, keys and queries, and the heads' time steps."""
+        """Return a Mamba-2 scan's output for convolved values, keys and queries, and time steps; keep the updates."""
         keys, values = parts.key_heads * parts.key_width, parts.heads * parts.value_width
         value, key, query = convolved.split([values, keys, keys], -1)
         parameters = parts.parameters
