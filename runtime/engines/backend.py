@@ -159,9 +159,9 @@ class BackendEngine:
         return Verified(logits, sequence.all_hidden(), slot=sequence)
 
     def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
-        """Verify tree ``i`` in slot ``i``, all in a single pass; return logits for the root and each node.
+        """Verify tree ``i`` in slot ``i``, all in a single pass; return the results of each tree.
 
-        Results are valid until the next pass.
+        They are valid until the next pass.
         """
         return self.launch(cache, trees, options)()
 

@@ -90,7 +90,7 @@ def _mark(part: str) -> Path:
 
 
 def remove_outdated() -> None:
-    """Remove the folders of other releases, except the latest ones."""
+    """Remove the code folders of other releases and environments, except the latest ones."""
     with suppress(OSError):
         others = [folder for folder in _root().glob(f"{PREFIX}*") if folder != code_folder()]
         for folder in sorted(others, key=lambda folder: folder.stat().st_mtime)[: -KEPT_FOLDERS + 1]:

@@ -88,7 +88,7 @@ class CompileProcess:
         return self._steps[part] == number
 
     def show_until_compiled(self, part: str) -> None:
-        """Wait as ``wait`` does, with a progress bar on a terminal, and say how long it took."""
+        """Wait as ``wait`` does, with a progress bar on a terminal; if the part is compiled, say how long it took."""
         began, steps = time.monotonic(), STEPS[part]
         with progress_bar(len(steps), f"compiling {NOUNS[part]} for this processor, once", unit="steps") as progress:
 

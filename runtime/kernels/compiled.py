@@ -1,4 +1,4 @@
-"""Numba helpers: compile options, LLVM intrinsics, function pointers, a clock and raw memory.
+"""Numba helpers: compile options, LLVM intrinsics, function pointers, a clock, raw memory and the processor's name.
 
 Numba specializes a function and its callees for every constant argument and integer width. ``compiled`` forces a single
 specialization, which halves compile time. The code runs as fast, since LLVM still inlines small functions with their

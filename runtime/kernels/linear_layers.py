@@ -78,7 +78,7 @@ def _fits_bias(bias: torch.Tensor, out_features: int) -> bool:
 
 
 def compiled_linear(input: torch.Tensor, weight: Stored, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Like ``torch.nn.functional.linear``, for a contiguous float32 input on a CPU.
+    """Compute ``torch.nn.functional.linear`` for a contiguous float32 input on a CPU.
 
     The weight may also be stored in 16 bits or in packed blocks.
     """

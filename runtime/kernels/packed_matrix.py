@@ -1,4 +1,4 @@
-"""Matrices in packed blocks: read from GGUF files, converted from torchao, or quantized here to Q8_0 or Q4_0.
+"""Matrices in packed blocks: read from GGUF files, converted from torchao or MXFP4, or quantized to Q8_0 or Q4_0.
 
 When quantizing, the number of largest magnitude in a block becomes 127 or -127 in Q8_0 and -8 in Q4_0. Numbers are
 divided by the float32 scale, which is then stored in float16.
@@ -325,7 +325,7 @@ def _half_apart(octets: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(format: BlockFormat, octets: torch.Tensor, headers: list[torch.Tensor], group: int) -> PackedMatrix | None:
-    """Assemble blocks from levels and each group's ``headers`` (scale, minimum); return None if shapes don't fit."""
+    """Assemble blocks from levels and each group's ``headers`` (scale, minimum); None if shapes or dtypes don't fit."""
     header = SCALE_SIZE * len(headers)
     out_features, size = len(octets), format.bytes - header
     columns = octets.shape[1] // size * format.block_size

@@ -219,7 +219,8 @@ class EmbeddingAndHead:
 def norms_and_activations_match(parts: ModelParts[Any], device: torch.device) -> bool:
     """Return True if a model's norm and activation modules compute what the model's family describes.
 
-    The compared rows are float32 regardless of the weights' dtype, so that rounding doesn't hide a difference.
+    The compared rows are float32 regardless of the weights' dtype, so that rounding doesn't hide a difference. Gated
+    norms of mixers aren't compared.
     """
     kind, expected, actual = parts.family.norm, [], []
     norms = [(norm, layer.epsilon) for layer in parts.layers for norm in layer.norms]

@@ -251,7 +251,7 @@ def reserved_positions(stock: StockModel, facts: ModelFacts) -> int:
 
 
 def passes_of(stock: StockModel, facts: ModelFacts) -> list[StepPass]:
-    """Return the passes to try to capture, the fastest first; note if memory is too short for the fused pass."""
+    """Return the passes to try to capture, the fastest first; print a note if memory is too short for the fused one."""
     try:
         fused = fuse(stock, facts)
     except torch.OutOfMemoryError:

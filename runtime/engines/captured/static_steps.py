@@ -85,7 +85,7 @@ class StaticSteps:
         return capacity if limit is None else min(capacity, max(needed, limit + LARGEST_TREE + 1))
 
     def record(self, cache: Cache) -> None:
-        """Capture the steps over a cache's first slots that answers may need soon, so that none waits for a capture."""
+        """Capture the usual steps over a cache's first slots ahead of time, so that answers don't wait for captures."""
         shapes = product(padded_numbers(len(cache.slots)), RECORDED)
         for slots, rows in sorted(shapes, key=prod, reverse=True):  # all use the buffers of the largest
             if slots == 1 or slots * rows <= RECORDED_ROWS:

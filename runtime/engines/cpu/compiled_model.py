@@ -58,7 +58,7 @@ class CompiledModel(Backend):
         self.check(again=True)
 
     def _compare_attention(self) -> None:
-        """Refresh copied weights; update ``is_current``, which is False if the attention implementation has changed."""
+        """Refresh copied weights; update ``is_current``, False if the model or its attention implementation changed."""
         if self._is_same:
             self.table.check_copies()
         self._is_current = self._is_same and self._attention_now() == self._attention

@@ -1,4 +1,4 @@
-"""Defines the records that describe a pass and its layers to compiled code.
+"""Defines the records that describe a pass and its layers to compiled code, and basic operations that read them.
 
 An address is 0 if a layer or pass lacks the part. Strides and sizes count float32 values.
 """

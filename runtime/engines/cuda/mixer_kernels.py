@@ -220,7 +220,7 @@ def gated_norm_kernel(
     output, gate, weight, mixed, groups, width, gate_stride, epsilon,
     WEIGHTS: tl.constexpr, FIRST: tl.constexpr, ACTIVATION: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalize one group of a row's columns and multiply it by its gate, before the norm if ``FIRST``.
+    """Normalize one group of a row's columns, and multiply it by its activated gate, before the norm if ``FIRST``.
 
     Each group has its part of the weight if ``WEIGHTS``; otherwise all share it.
     """

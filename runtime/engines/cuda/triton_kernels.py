@@ -125,8 +125,8 @@ def rotary_kernel(
 ):  # fmt: skip
     """Rotate queries in place, and write rotated keys and unchanged values into the cache.
 
-    Queries and keys are normalized first if ``NORMS``. A rotated pair is two adjacent elements if ``PAIRS``, and
-    otherwise one element of each half. The last ``REST`` elements of a head aren't rotated.
+    Queries and keys are normalized first if ``NORMS``, and not rotated without ``ROTATES``. A rotated pair is two
+    adjacent elements if ``PAIRS``, and otherwise one element of each half. The last ``REST`` elements aren't rotated.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     width = 2 * HALF + REST
@@ -361,7 +361,7 @@ def merge_kernel(
     parts, levels, sinks, mixed, stride, heads,
     SPLITS: tl.constexpr, SINKS: tl.constexpr, WIDTH: tl.constexpr, LOADED: tl.constexpr,
 ):  # fmt: skip
-    """Combine the outputs of all splits for one token and head by their sums of softmax weights, adding any sink's."""
+    """Average all splits' outputs for one token and head, weighted by sums of softmax weights; sinks add to the total."""
     at = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     level = tl.load(levels + split * stride + at)
