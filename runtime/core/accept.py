@@ -38,9 +38,10 @@ def accept(
     drafted or not, and the walk continues at the child that drafted it. The walk ends if there is no such child, at a
     stop token, or after ``max_tokens`` tokens. The sampler takes each token exactly once, in order.
 
-    A rejected draft token whose activations overflow can make the logits of other nodes NaN or infinite, so the walk
-    ends before such a node. Return None if the root's logits are not finite because of drafts: nothing is accepted, and
-    the caller must recompute the step without drafts.
+    Overflowing activations of a rejected draft token can make the logits of other nodes NaN or infinite, so the walk
+    ends before a node with such logits. If those of the root are not finite, return None if the tree has drafts (the
+    caller must recompute the step without them); without drafts, sampling raises ModelError. A mask that allows no
+    token raises PromptError.
     """
     walk = _compiled_walk(tree, verified, sampler, max_tokens)
     if walk and not sampler.shortcuts.only_mask and _has_ended(walk, max_tokens):
@@ -73,7 +74,7 @@ def accept(
 
 
 def _accept_walk(walk: Walk, tree: DraftTree, sampler: Sampler, stops: Container[int]) -> Accepted | None:
-    """Accept the tokens of a finished walk, up to and including the first stop token; return None for an empty walk."""
+    """Accept a finished walk's tokens through the first stop token, and note overflows; return None for no tokens."""
     tokens, children, finite = walk
     if not finite and not len(tree):
         sampler.note_overflow()
@@ -90,9 +91,9 @@ def _has_ended(walk: Walk, max_tokens: int) -> bool:
 
 
 def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
-    """Return the leading ``(token, child)`` pairs of a walk whose tokens are known to be allowed by the mask, if any.
+    """Return a walk's leading ``(token, child)`` pairs whose tokens the mask is known to allow.
 
-    Return an empty list if ``walk.finite`` is False.
+    Return all pairs if the sampler has no mask, and none if ``walk.finite`` is False.
     """
     if not walk.finite:
         return []
@@ -102,7 +103,7 @@ def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
 
 
 def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, max_tokens: int) -> Walk | None:
-    """Walk down the tree in compiled code, choosing by argmax or random draw; return None if that is not possible.
+    """Return the pass's own walk or one by compiled code, choosing by argmax or draws; None if neither is possible.
 
     A walk by draws under a mask ends before the first token that depends on what the mask forbids. A walk by rankings
     ends before the first token that depends on logits outside the ranking.

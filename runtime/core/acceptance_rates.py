@@ -21,7 +21,7 @@ Probs = npt.NDArray[np.floating[Any]]
 
 @compiled
 def learn_rate(accepted: Array, observed: Array, index: Any, hit: float, seen: float, window: float) -> None:
-    """Update ``accepted[index] / observed[index]``: ``seen`` observations, of which ``hit`` were accepted."""
+    """Add ``seen`` observations, of which ``hit`` were accepted; first scale older ones down to at most ``window``."""
     fading = min(1.0, window / observed[index])
     accepted[index] = accepted[index] * fading + hit
     observed[index] = observed[index] * fading + seen
@@ -34,7 +34,7 @@ class AcceptanceRates:
     """
 
     def __init__(self, prior: Sequence[float] | Array, weight: float = PRIOR_WEIGHT) -> None:
-        """``prior`` has the initial rate of each class."""
+        """``prior`` has the initial rate of each class, which counts as much as ``weight`` observations."""
         self._observed = np.full(len(prior), weight)
         self._accepted = self._observed * np.array(prior)
         self.learn(np.empty(0, np.int64), np.empty(0, np.bool_))  # compile it, or load it from the cache

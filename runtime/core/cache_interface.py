@@ -12,7 +12,7 @@ NEVER_CONTINUED = -1
 
 
 class AnySlot(Protocol):
-    """One sequence in a cache; its contents stay after its answer ends, until another sequence replaces them."""
+    """A place for one sequence in a cache; the sequence stays after its answer ends, until another one replaces it."""
 
     tokens: list[int]
     """Accepted tokens."""
@@ -32,7 +32,7 @@ class AnySlot(Protocol):
         ...
 
     def resumes_at(self, shared: int) -> int:
-        """Return where to resume reading a prompt that has its first ``shared`` tokens in common with the slot."""
+        """Return the position from which to prefill a prompt that shares its first ``shared`` tokens with the slot."""
         ...
 
     def cut(self, length: int) -> None:

@@ -17,7 +17,7 @@ from hdtool.runtime.core.tree import DraftTree
 class Drafter:
     """Proposes a draft tree for each step and learns which of its nodes were accepted.
 
-    Callers call every method of every drafter; by default, a drafter drafts nothing and learns nothing.
+    Subclasses override the methods that they need; by default, a drafter drafts nothing and learns nothing.
     """
 
     def __init__(self, *sources: SourceId) -> None:
@@ -110,7 +110,7 @@ class NoDraft(Drafter):
 
 
 class WrappedDrafter(Drafter):
-    """Delegates to another drafter; subclasses override what they change."""
+    """Delegates all but ``joint`` and ``draft_many`` to another drafter; subclasses override what they change."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter

@@ -30,7 +30,7 @@ class PassOptions(NamedTuple):
     wants_maxima: bool = False
     """Compute ``Verified.maxima``, which makes top-k faster."""
     max_ranked: int = 0
-    """Number of top tokens per row that ``Verified.ranked`` must have at least; at most ``MAX_RANKED``."""
+    """Minimum number of top tokens per row in ``Verified.ranked``; at most ``MAX_RANKED``."""
     root: bool = False
     """Copy the root's logits to the host, into ``Verified.root``."""
 
@@ -213,7 +213,7 @@ class Engine(Protocol[SomeCache]):
         ...
 
     def notice_silent_change(self, *, goes_on: bool) -> bool:
-        """Detect a change that ``notice_changes`` cannot, by computing again; return True if there is one.
+        """Detect, by recomputing, a change that ``notice_changes`` cannot detect; return True if there is one.
 
         Called before the prompt of a recurrent model is prefilled, as recurrent states, unlike keys and values, cannot
         be compared during the prefill. ``goes_on`` is True if the prompt continues from cached states.

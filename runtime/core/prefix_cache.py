@@ -1,4 +1,4 @@
-"""Prefills prompts in pieces, starting after the longest cached prefix."""
+"""Finds and keeps contexts that later prompts can continue, and prefills the rest of a prompt, in pieces if asked."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PrefixCache:
     def in_place(self, free: Iterable[AnySlot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
         """Return the longest prefix of a prompt that a free slot holds and that can be continued there, or None.
 
-        A short prefix is no reason to overwrite the rest of a context that is worth keeping.
+        Also return None for a short prefix of a longer context that is worth keeping, as its rest would be overwritten.
         """
         found = _find_longest(free, owner, version, prompt, min_saved=1)
         if not found or found.start >= MIN_CACHED_PREFIX - 1:
@@ -56,9 +56,9 @@ class PrefixCache:
         return None if loses_context else found
 
     def to_copy(self, held: Iterable[AnySlot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
-        """Return the longest prefix of a prompt that a slot in use or a copy of a slot holds, or None.
+        """Return the longest prefix of a prompt in a slot in use or a copy of a slot; None if too short to copy.
 
-        Copies from an earlier ``version`` of the model are dropped.
+        Copies from an earlier ``version`` of the model are dropped, and the copy returned counts as used.
         """
         self._saved = [slot for slot in self._saved if slot.version == version]
         found = _find_longest([*held, *self._saved], owner, version, prompt, min_saved=MIN_CACHED_PREFIX - 1)
@@ -72,9 +72,9 @@ class PrefixCache:
         slot.last_use = self._uses
 
     def keep(self, cache: AnyCache, slot: int, idle: Sequence[int] = ()) -> None:
-        """Copy a slot before it is overwritten: to an empty one of the ``idle`` slots, or else to new memory.
+        """Copy a context worth keeping before its slot is overwritten: to an ``idle`` slot without one, or new memory.
 
-        A context that is too large for that replaces the least recently used one in the idle slots.
+        If it fits in neither, it replaces the least recently used context of the idle slots, if that one is older.
         """
         held = cache.slots[slot]
         if not is_worth_keeping(held):
@@ -87,7 +87,7 @@ class PrefixCache:
             cache.copy(slot, to=place)
 
     def _save(self, cache: AnyCache, slot: int) -> bool:
-        """Copy a slot and drop the owner's older copies that are prefixes of it; return False if it does not fit."""
+        """Copy a slot, dropping its owner's copies of prefixes and the oldest copies; return False if it is too big."""
         if not self._max_bytes:
             return False
         try:
@@ -166,7 +166,7 @@ class PromptReader:
         """Cached keys and values of the first recomputed token, to compare with its new ones; None if not needed."""
 
     def begin(self, prefixes: PrefixCache | None) -> None:
-        """Choose the slot, and load the longest cached prefix of the prompt into it."""
+        """Choose the slot, save the context that it loses, and load the longest cached prefix of the prompt into it."""
         slots, found, is_in_place = self._cache.slots, None, False
         self._keeps_states = self._reads_in_pieces and prefixes is not None and self._cache.keeps_states
         if prefixes and self._reads_in_pieces:
@@ -220,14 +220,14 @@ class PromptReader:
         return verified
 
     def _next_piece(self) -> int:
-        """Return the default for the maximum number of tokens in the next pass."""
+        """Return the default maximum number of tokens in the next pass."""
         return PREFILL_CHUNK if self._read else len(self._prompt)
 
     def _end(self, max_tokens: int) -> int:
         """Return the position in the prompt at which the next pass ends.
 
-        Recurrent layers save their states there, and the next turn can only continue from saved states. A pass ends
-        shortly before the end of a prompt, because chat templates change the last tokens in the next turn.
+        If states are saved, one pass ends ``TAIL_TOKENS`` before the end of a long prompt: the next turn can only
+        continue from saved states, and its chat template changes the last tokens of this prompt.
         """
         whole = len(self._prompt)
         end = min(whole, self._read + max_tokens)

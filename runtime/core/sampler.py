@@ -193,8 +193,8 @@ class Sampler:
 
         ``finite``, if known, says for each row whether its highest logit is finite; ``first`` is a copy of the first
         row on the host, or None. With ``finite_only``, the function returns ``NOT_FINITE`` for a row whose highest
-        logit is NaN or infinite, without calling any processor; otherwise it raises ModelError if a draw meets such a
-        row.
+        logit is NaN or infinite, without calling any processor; otherwise such a row raises ModelError in a draw and in
+        ``_choose_allowed``.
         """
 
         def process(row: int) -> int:
@@ -231,7 +231,8 @@ class Sampler:
     def _choose_allowed(self, row: torch.Tensor, mask: Mask) -> int:
         """Return the token chosen among those that the mask allows. Only their scores are copied.
 
-        Return ``NOT_FINITE`` if the highest logit of the row, forbidden tokens included, is not finite.
+        Return ``NOT_FINITE`` if the highest logit of the row, forbidden tokens included, is not finite. Raise
+        PromptError if the mask allows no token.
         """
         vocabulary, row = len(row), row.contiguous()
         if not self._greedy:

@@ -57,7 +57,7 @@ class Step(NamedTuple):
 
 Key = TypeVar("Key")
 Observer = Callable[[Accepted, Verified], None]
-"""Called with what each step accepted, and with the logits of its pass, which are then always computed."""
+"""Called with each step's accepted path and the result of its pass, whose logits are then complete."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,7 @@ class SequenceState(Generic[Key]):
         return self._sampler.context
 
     def begin(self) -> None:
-        """Start the first step, which prefills the prompt, has no drafts and yields one token."""
+        """Start the drafter and the first step, which prefills the prompt, has no drafts and emits one token."""
         self.start_step(time.perf_counter())
         self.drafter.set_seed(self._sampler.seed)
         self.drafter.begin(self.request.prompt)
@@ -179,7 +179,8 @@ def draft_trees(sequences: Sequence[SequenceState[Any]]) -> list[DraftTree]:
 def room_for(engine: Engine[Any], prompt: Sequence[int], max_new_tokens: int) -> tuple[int, Finish]:
     """Return ``(room, finish)``: the maximum number of new tokens, and the finish reason of an answer of that length.
 
-    Raise PromptError for an invalid prompt, and its subclass ContextError if the prompt fills the context.
+    Raise PromptError for an invalid prompt, its subclass ContextError if the prompt fills the context, and OptionError
+    if ``max_new_tokens`` is below 1.
     """
     _check_prompt(prompt, engine.vocabulary)
     if max_new_tokens < 1:

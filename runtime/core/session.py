@@ -32,8 +32,8 @@ Outcome = tuple[Request[Key], Step | HdtoolError]
 class Session(Generic[Key]):
     """Answers the requests that are submitted, as many at once as a cache has slots.
 
-    Each advance locks the engine. It raises ModelError if another thread uses the engine, or if another session has
-    begun to use the cache while answers of this one were running.
+    Each call of ``advance`` locks the engine. It raises ModelError if another thread uses the engine, or if another
+    session has begun to use the cache while answers of this one were running.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Session(Generic[Key]):
             self.end()
 
     def advance(self) -> list[Outcome[Key]]:
-        """Prefill a prompt or a piece of it, or else run one step for all running answers; return the outcomes."""
+        """Run or finish one step of all running answers, or prefill a prompt or a piece of it; return the outcomes."""
         if not self._engine.busy.acquire(blocking=False):
             raise ModelError("two threads use one model at once: let them take turns, or load the model for each")
         try:
@@ -116,7 +116,7 @@ class Session(Generic[Key]):
             self._engine.busy.release()
 
     def end(self) -> None:
-        """End all answers. A launched pass may go on: the engine waits for it before the next one."""
+        """End all answers and drop waiting requests. The engine waits for a launched pass before it starts another."""
         states = [*self._running, *(self._prefilling[:1] if self._prefilling else ())]
         self._launched = self._prefilling = None
         self._running.clear()
@@ -159,7 +159,7 @@ class Session(Generic[Key]):
         return bool(self._waiting or self._prefilling)
 
     def _prefill(self) -> list[Outcome[Key]]:
-        """Prefill the next prompt or a piece of it; an error ends its request only."""
+        """Prefill the next prompt or a piece of it; an error ends only this request."""
         self._is_step_due = self._in_pieces
         request = self._prefilling[0].request if self._prefilling else self._waiting.popleft()
         try:
@@ -254,7 +254,7 @@ class Session(Generic[Key]):
             self._running[slot] = last
 
     def _overwrite(self, slot: int, *, by: int) -> None:
-        """Move the context of slot ``by`` to ``slot``; with a prefix cache, slot ``by`` keeps the other context."""
+        """Move the context of slot ``by`` to ``slot``; a prefix cache keeps the one in ``slot``, by moving it to ``by``."""
         if self._prefixes and is_worth_keeping(self._cache.slots[slot]):
             self._cache.swap(slot, by)
         else:
@@ -287,7 +287,7 @@ def decode(
 
 
 def decode_request(engine: Engine[Any], request: Request[Key], *, prefix_caching: bool = True) -> Generator[Step]:
-    """Generate the answer to a request that has its own ``max_new_tokens``; yield each step, as ``decode`` does."""
+    """Generate the answer to a request, which must set ``max_new_tokens``; yield each step, as ``decode`` does."""
     session = Session[Key](engine, engine.cache, prefixes=PrefixCache() if prefix_caching else None)
     session.submit(request)
     return (step for _, step in session.steps())

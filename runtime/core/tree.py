@@ -110,7 +110,7 @@ class DraftTree:
         return self.select(np.flatnonzero(_embeddable(self.tokens, self.parents, vocabulary)))
 
     def first(self, size: int) -> DraftTree:
-        """Return a tree of the first nodes, without ``forced_tokens``."""
+        """Return a tree of the first ``size`` nodes, without ``forced_tokens``."""
         return DraftTree(self.root, self.tokens[:size], self.parents[:size], self.sources[:size])
 
     def select(self, order: npt.NDArray[np.int64]) -> DraftTree:
