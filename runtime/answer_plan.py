@@ -84,7 +84,7 @@ def plan_answer(
     Options that are None in ``config`` come from the model's generation settings, else from the defaults of
     transformers. The mask of the grammar and then ``processors`` run before those of ``generate``. Stop strings end
     the answer once ``text``, which only the sampler adds to, has one; by default, special tokens are no part of the
-    text. Raise ModelError if the settings cannot be used.
+    text. Raise ModelError if the settings cannot be used, and PromptError or OptionError as ``room_for`` does.
     """
     room, _ = room_for(loaded.target, prompt, max_new_tokens)
     own, criteria = _processors_and_criteria(loaded, config, prompt, room)

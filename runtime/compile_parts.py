@@ -49,7 +49,7 @@ def _report(part: str) -> None:
 
 
 def prepare() -> None:
-    """Lower this process's priority, collect garbage rarely, of which numba makes much, and delete outdated code."""
+    """Lower this process's priority, postpone garbage collection, which slows numba down, and delete outdated code."""
     if hasattr(os, "nice"):
         os.nice(NICENESS)
     import_leanly()

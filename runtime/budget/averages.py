@@ -7,7 +7,7 @@ LEARNING_RATE = 0.1
 PASS_LEARNING_RATE = 1 / 64
 """Learning rate of the cost of passes."""
 MAX_RATIO = 3.0
-"""Multiple of the expected seconds to which the seconds of a pass or step are clipped: it may have been interrupted."""
+"""The seconds of a pass or step are clipped to this multiple of the expected ones, in case it was interrupted."""
 
 
 class MovingAverage:
@@ -37,7 +37,7 @@ class LinearCost:
     """Estimates the duration of a pass as a constant plus a time per row, by linear regression with forgetting."""
 
     def __init__(self, prior_rows: float = 0.0) -> None:
-        """If ``prior_rows`` is not 0, it is the expected number of rows at which a pass takes twice as long."""
+        """``prior_rows`` is a prior for the number of rows whose time equals the constant; 0 for no prior."""
         self.observed = 0
         """Number of observed passes."""
         self.seconds = 0.0

@@ -61,7 +61,10 @@ class CostCurve:
 
     @classmethod
     def given(cls, text: str) -> CostCurve:
-        """Return the curve that an option gives: ``nodes:milliseconds`` pairs, or the path of a file or folder."""
+        """Return the curve that an option gives, as ``nodes:milliseconds`` pairs or as the path of a file or folder.
+
+        Raise CostError if there is no valid curve.
+        """
         if text.partition(":")[0].strip().isdigit():
             return cls.parse(text)
         path = Path(text).expanduser()
@@ -69,7 +72,7 @@ class CostCurve:
 
     @classmethod
     def parse(cls, text: str) -> CostCurve:
-        """Parse a curve from comma-separated ``nodes:milliseconds`` pairs."""
+        """Parse a curve from comma-separated ``nodes:milliseconds`` pairs; raise CostError if they are not a curve."""
         pairs: dict[int, float] = {}
         for pair in text.split(","):
             nodes_text, _, time = pair.partition(":")
@@ -148,9 +151,10 @@ def _checked_int(value: Any) -> int:
 
 
 def interpolated(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
-    """Return the time at each place ``at[i]``, given ``times[:, i]`` at the ``measured`` places.
+    """Return the time at each point ``at[i]``, given ``times[:, i]`` at the ``measured`` points.
 
-    Extrapolated times are never below the last measured one. ``times`` may have a single column for all places.
+    Points before the first one get its time; times beyond the last one are extrapolated, but never below its time.
+    ``times`` may have a single column for all points.
     """
     places, times = np.array(measured), np.broadcast_to(times, (len(measured), len(at)))
     if len(measured) == 1:

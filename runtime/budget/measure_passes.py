@@ -35,7 +35,7 @@ REPETITIONS, MAX_SECONDS = 20, 10.0
 MIN_QUICK_REPETITIONS, MAX_QUICK_REPETITIONS = 4, 16
 """Minimum and maximum number of passes per tree size in the quick measurement that precedes an answer."""
 QUICK_SECONDS, MAX_QUICK_SECONDS = 0.25, 1.0
-"""Time limits of the quick measurement in seconds: after the minimum number of passes, and before."""
+"""Seconds after which the quick measurement of a context ends: once it has timed the minimum of passes, or anyway."""
 QUICK_QUANTILE = 0.25
 """Quantile of a size's times that the quick measurement uses: on a busy machine, most passes may be slowed down."""
 SHORT_CONTEXT = 4
@@ -219,7 +219,7 @@ def _quick_contexts(target: Target, batch: int = 1) -> tuple[int, ...]:
 def _quick_milliseconds(target: Target, contexts: Sequence[int], batch: int) -> tuple[tuple[float, ...], ...]:
     """Time passes of several sizes after the first context and of fewer after longer ones, and interpolate the rest.
 
-    What a longer context adds grows with the number of nodes, also beyond the largest size that is timed.
+    The time that a longer context adds grows with the size, so it is extrapolated beyond the largest size timed.
     """
     with progress_bar(len(contexts), "contexts timed", is_left=False) as progress:
         is_slow = time_tree_passes(target, (0,), _is_once, batch=batch).max() > SLOW_SECONDS
@@ -238,7 +238,7 @@ def _quick_milliseconds(target: Target, contexts: Sequence[int], batch: int) -> 
 
 
 def _increasing(times: Floats) -> Floats:
-    """Return milliseconds for each tree size from a few rounds; a smaller tree never takes longer than a larger one."""
+    """Return milliseconds for each tree size from a few rounds, none above that of a larger tree."""
     milliseconds = 1e3 * np.quantile(times, QUICK_QUANTILE, axis=0)
     return np.minimum.accumulate(milliseconds[::-1])[::-1]
 

@@ -43,7 +43,7 @@ WORTH_TRYING, CLEARLY_FASTER = 1.2, 1.5
 """Thresholds for trying a pass whose cost is unconfirmed. Drafts that do not seem to pay are tried if they multiply the
 expected tokens of a step by the first factor; a plain pass is tried unless drafts seem faster by the second factor."""
 MIN_DRAFTED_NODES = PASS_SIZES[3]
-"""Smallest ``max_nodes`` of a budget that chooses by cost, other than 0 while drafting is paused."""
+"""Smallest ``max_nodes`` of an ``AdaptiveBudget`` while drafting is not paused."""
 
 
 class Budget:
@@ -83,7 +83,10 @@ class StepOverhead(SmoothedSeconds):
         self._log, self._passes, self._began = log, -1, 0.0
 
     def begin_step(self, draft_seconds: float) -> bool:
-        """Begin a step, unless it has begun, given its drafting time; measure the last step if it ran a single pass."""
+        """Begin a step that took ``draft_seconds`` to draft; measure the last one if it ran a single pass, over trees.
+
+        Return False, and do nothing, if this step has begun already.
+        """
         log, now = self._log, time.perf_counter()
         if log.passes == self._passes:
             return False
@@ -109,11 +112,11 @@ class AdaptiveBudget(Budget):
         """Seconds that the last draft took; 0 if the drafter's own time does not count."""
         self._max_nodes = MAX_CHOSEN_NODES
         self._pause = 0
-        """Length of the last pause, if drafting did not pay since; the first two are too short to skip a step."""
+        """Length of the last pause in steps, 0 once drafting pays; pauses of 1 and 2 steps are not carried out."""
         self._saved = nan
         """Average seconds that a draft saves; NaN after a pause."""
         self.paused_until = 0
-        """Number of the step in which the last pause ends; 0 if drafting was not paused in the last step."""
+        """Number of the first step after the current pause; 0 if the last choice began no pause."""
         # Compile ``choose_nodes``, or load it from the cache, before the first step.
         choose_nodes(np.empty((1, 0)), 1, 0, True, overhead, costs.address)
 
@@ -131,13 +134,13 @@ class AdaptiveBudget(Budget):
         return size
 
     def retry_steps(self, plain: float) -> int:
-        """Return after how many steps of ``plain`` seconds each a retry of drafts takes ``RETRY_SHARE`` of the time."""
+        """Return the pause in steps of ``plain`` seconds after which a draft takes ``RETRY_SHARE`` of the time."""
         return int(self.draft_seconds / (RETRY_SHARE * plain))
 
     def apply_choice(self, size: int, pays: bool, tries: bool, saved: float, max_pause: int) -> None:
-        """Adapt the next drafts to the chosen size: drafting nodes that are never verified wastes time.
+        """Adapt ``max_nodes`` to the chosen size, and begin a pause of drafting if drafts do not pay.
 
-        See ``choose_nodes`` for the other arguments; a pause lasts at most ``max_pause`` steps.
+        A pause lasts at most ``max_pause`` steps; see ``choose_nodes`` for the other arguments.
         """
         self._max_nodes = min(MAX_CHOSEN_NODES, max(2 * size, self._max_nodes - 1, MIN_DRAFTED_NODES))
         self.paused_until = 0
@@ -326,7 +329,7 @@ def choose_all_nodes(budgets: Sequence[Budget], probs: Sequence[Probs]) -> list[
 def choose_nodes(
     probs: Probs, slots: int, first: int, pads: bool, overhead: float, of_costs: int
 ) -> tuple[Ints, Probs, bool, bool, float]:
-    """Choose the sizes of the trees with these ``probs``, one row each, using the ``COSTS`` record at ``of_costs``.
+    """Choose the sizes of the trees with these ``probs``, one row each, using the ``COSTS`` at address ``of_costs``.
 
     A pass over ``slots`` sequences without nodes has ``first`` rows besides the first root.
 

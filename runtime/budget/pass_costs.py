@@ -31,8 +31,8 @@ FASTER_DEVIATION, FASTER_LEARNING_RATE = 0.15, 0.5
 """Relative error beyond which a fast pass corrects its cost at a higher rate, and this rate: other processes can slow a
 pass down, but nothing makes it faster than it is."""
 FADING, OUTDATED_FADING = 1 / 512, 1 / 64
-"""Share of their confirming passes that the costs of smaller passes lose with each pass: usually, and if a smaller pass
-seems to take longer than the pass, so that its cost must be outdated."""
+"""Share of its confirming passes that the cost of each smaller size loses with each pass: usually, and if that cost is
+outdated (see ``OUTDATED_RATIO``)."""
 MAX_CONFIRMING_PASSES = 16.0
 """Maximum number of confirming passes that count, so that they fade within a hundred passes once a cost is outdated."""
 OUTDATED_RATIO = 1.15
@@ -135,7 +135,7 @@ def confirming_passes(costs: Any, nodes: int) -> float:
 
 @compiled
 def learn_cost(at: int, nodes: int, seconds: float) -> None:
-    """Correct the costs in the record at address ``at``, given that a pass over ``nodes`` nodes took ``seconds``."""
+    """Correct the costs at address ``at`` and count what confirms them, given a pass over ``nodes`` of ``seconds``."""
     costs = array_at(at, 1, COSTS)[0]
     size, share = costs.sizes[nodes], costs.shares[nodes]
     smaller, expected = max(0, size - 1), estimated_cost(costs, nodes)

@@ -19,16 +19,16 @@ TRIAL_STEPS = 4
 MAX_TRIAL_LOSS = 0.01
 """Largest share of the time that trials may lose."""
 HOPELESS_LOSS = 16
-"""Loss of a trial of the drafter after which the trial ends early, in steps without the drafter."""
+"""Lost time after which a trial of the drafter ends early, in durations of a step without the drafter."""
 MIN_TRIAL_STEPS = 2
-"""Number of steps of a trial that ends early, because the first one may read a whole prompt."""
+"""Minimum number of steps of a trial that ends early; one is too few, because it may read a whole prompt."""
 MAX_EXPECTED_LOSS = 0.02
 """Largest share of the time since the last trial of the drafter that the next one is expected to lose."""
 EXPECTED_GAIN = 0.5
-"""Number of tokens that a drafter is expected to add to a step before it was tried."""
+"""Number of tokens that the drafter is expected to add to each step of a trial."""
 MAX_PAUSE = 512
-"""Longest pause before the slower kind of step is tried again, in steps. Each trial that the drafter loses in a row
-doubles it, so that an interrupted trial is soon repeated, and a drafter as slow as many steps is tried rarely."""
+"""Longest pause before the slower kind of step is tried again, in steps. Each further trial that the drafter loses in a
+row doubles the limit: an interrupted trial is soon repeated, but a very slow drafter is rarely tried."""
 MAX_EXTENDED_ROWS = 16
 """Maximum number of rows in a pass whose cost is learned; larger ones, such as prefills, say nothing about drafting."""
 
@@ -60,7 +60,7 @@ class TrainedDrafterGate:
         """Seconds that the next trial of the drafter may lose: a share of the time since the last one."""
 
     def may_run(self, cost: float) -> bool:
-        """Return whether the next step should run the drafter, whose first steps take ``cost`` plain steps' time.
+        """Return whether the next step should run the drafter, whose first steps take as long as ``cost`` plain ones.
 
         A trial that must lose time waits until this loss is a small share of the time spent without the drafter.
         """
@@ -151,7 +151,7 @@ class TrainedDrafterGate:
 
     @property
     def _speed(self) -> float:
-        """Tokens per second of the faster kind of step, but at least one in the time of the target's last pass."""
+        """Tokens per second of the faster kind of step, at least one per duration of the target's last pass."""
         last = self._log.last_seconds
         known = zip(self._tokens, self._seconds, strict=True)
         speeds = (tokens.mean / seconds.mean if seconds.mean else 0.0 for tokens, seconds in known)

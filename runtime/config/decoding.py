@@ -251,7 +251,7 @@ class DecodeConfig(Settings, panel=Panel.DRAFTING):
 
     @property
     def drafts_from(self) -> str:
-        """Letters of all sources to draft from: stores, history, sources that read logits, and plug-ins."""
+        """Letters of all sources to draft from: databases, history, sources that read logits, and plug-ins."""
         plugins = "".join(letter for letter in self.sources if letter not in SOURCE_NAMES)
         known = METHODS[self.method].sources + (plugins if self.method in HIERARCHIES else "")
         without = HISTORY_LETTER if self.history == NO_HISTORY else ""

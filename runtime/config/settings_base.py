@@ -108,7 +108,7 @@ class Settings:
 
 
 SETTINGS_WITHOUT_EFFECT = ("method", "out", "baseline", "limit", "per_task", "trust_remote_code")
-"""Settings that change neither answers nor times."""
+"""Settings that are not recorded, so that a run can be resumed with other values of them."""
 
 
 def recorded_settings(*parts: Settings) -> dict[str, Any]:

@@ -254,7 +254,7 @@ class Session(Generic[Key]):
             self._running[slot] = last
 
     def _overwrite(self, slot: int, *, by: int) -> None:
-        """Move the context of slot ``by`` to ``slot``; a prefix cache keeps the one in ``slot``, by moving it to ``by``."""
+        """Move the context of slot ``by`` to ``slot``; with a prefix cache, exchange it for one worth keeping."""
         if self._prefixes and is_worth_keeping(self._cache.slots[slot]):
             self._cache.swap(slot, by)
         else:

@@ -1,4 +1,4 @@
-"""What answers must keep to and how they are shown: generation settings, grammars, stop strings and text streams.
+"""Generation settings, grammars, stop strings, and text streams that turn tokens into text.
 
 Imports only `data`, `runtime/config`, `runtime/core` and `runtime/kernels`.
 """

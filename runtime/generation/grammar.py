@@ -75,7 +75,10 @@ class Guide:
         self._forced = None
 
     def bits(self) -> npt.NDArray[np.uint8]:
-        """Return a bit mask of the tokens that may come next: eight tokens per byte, lowest bit first."""
+        """Return a bitmask of the tokens that may come next, eight per byte, lowest bit first.
+
+        Raise PromptError if computing it exceeds a limit.
+        """
         bitmask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise self._stuck()
@@ -107,7 +110,7 @@ class Guide:
         return count
 
     def _ahead(self) -> LLMatcher:
-        """Return a matcher to look ahead with: it may exceed a limit, which no ``rollback`` undoes."""
+        """Return a copy of the matcher for looking ahead, because ``rollback`` does not undo an exceeded limit."""
         return self._matcher.deep_copy()
 
     def _stuck(self) -> PromptError:
@@ -167,7 +170,7 @@ MAX_ITEMS_IN_ROW, MAX_ITEMS_IN_STEP = 500, 20_000
 
 An answer ends with an error if it exceeds them, because it would delay all answers of a server: with 1,000 items in a
 row, by seconds. This excludes objects with over 124 optional fields, which take 4 items each, and more than about 100
-characters of white space in a row if a rule for them calls itself at its end.
+characters of white space in a row if their rule is right-recursive.
 """
 MAX_FORCED_BYTES = 20_000
 """Maximum number of bytes that a grammar may force at its start; drafting more as a chain would take seconds."""
@@ -198,7 +201,7 @@ class GrammarCompiler:
             raise PromptError(f"grammars need a tokenizer of the library tokenizers ({error})") from None
 
     def guide(self, grammar: Grammar) -> Guide:
-        """Return the initial state of an answer that must match the grammar; compiled grammars are cached."""
+        """Return a guide for an answer, from a cache of compiled grammars; raise PromptError for an unusable one."""
         with self._lock:  # a server prepares several requests at once
             return Guide(self._compiled(grammar).deep_copy(), self._tokenizer)
 
@@ -257,7 +260,7 @@ def masks_of(guide: Guide | None) -> list[LogitsProcessor]:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Logits processor for one answer that sets the scores of forbidden tokens to minus infinity."""
+    """Logits processor for one answer that sets the scores of tokens that a grammar forbids to minus infinity."""
 
     def __init__(self, guide: Guide) -> None:
         self._guide = guide

@@ -50,7 +50,7 @@ class TextStream:
         self._read = 0
 
     def add(self, ids: Sequence[int]) -> str:
-        """Append ids and return the text that they complete, or an empty string while a character is incomplete."""
+        """Append ids and return the text that they complete; incomplete characters and stop strings are held back."""
         return self.shown.add(self._complete(ids))
 
     def _complete(self, ids: Sequence[int]) -> str:
@@ -123,7 +123,7 @@ TextPiece = tuple[str, SourceId]
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase, drafted: Iterable[tuple[int, SourceId]]) -> Iterator[TextPiece]:
-    """Yield the text that each token completes, with the source that drafted the token."""
+    """Yield the text that each token completes, with the token's source; last, the rest of the text, with ``NONE``."""
     text = TextStream(tokenizer)
     for token, source in drafted:
         yield text.add([token]), source
@@ -140,7 +140,7 @@ class BeforeStop:
         """The stop string that ended the text, or None."""
 
     def add(self, text: str, *, is_last: bool = False) -> str:
-        """Add text, and return what can be shown now: all that was held back if the text is complete (``is_last``)."""
+        """Add text, and return what can be shown now; nothing is held back if the text is complete (``is_last``)."""
         if self.found or not self._stops:
             return "" if self.found else text
         text = self._held + text

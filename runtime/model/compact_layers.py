@@ -43,8 +43,9 @@ TRIED_ROWS = (*range(1, MAX_TILE_ROWS + 1), MAX_REGISTER_ROWS + 1)
 def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> None:
     """Keep the weights of linear layers, experts and embeddings in 16 bits if possible; expand all others to float32.
 
-    Packed weights stay packed under the same conditions. ``proved`` says for each kind of weight tested so far
-    whether the compiled matmul gives bitwise equal results for compact and expanded weights; new kinds are added.
+    Packed weights stay packed under the same conditions. Buffers are expanded, and saving the model expands weights.
+    ``proved`` says for each kind of weight tested so far whether the compiled matmul gives bitwise equal results for
+    compact and expanded weights; new kinds are added.
     """
     proved = {} if proved is None else proved
     arrange_experts(model)
@@ -156,7 +157,7 @@ def _is_ordinary(weight: torch.Tensor) -> bool:
 def _is_proved(stored: Stored, refs: list[ParameterRef], proved: dict[str, bool]) -> bool:
     """Return True if the compiled matmul gives bitwise equal results for compact and expanded weights of this kind.
 
-    Each kind is tested only once.
+    Each kind is tested only once. A weight that only embeddings use needs no test.
     """
     if all(isinstance(module, Embedding) for module, _ in refs):
         return True

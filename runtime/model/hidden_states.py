@@ -31,7 +31,7 @@ class HiddenStates:
         self.is_watched = True
 
     def watch_layers(self, decoder: torch.nn.Module, layers: Sequence[int]) -> None:
-        """From now on, also record the outputs of these decoder layers."""
+        """From now on, also record the outputs of these decoder layers; raise ``FamilyError`` if one doesn't exist."""
         decoder_layers = getattr(decoder, "layers", ())
         if not layers or not all(0 <= layer < len(decoder_layers) for layer in layers):
             raise FamilyError(

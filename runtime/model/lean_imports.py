@@ -4,8 +4,8 @@ Garbage collection is postponed, torch's compiler deferred, distributed tensors 
 
 ``transformers`` imports torch's compiler for decorators that disable it, and torch's distributed tensors, which
 import sympy. It also reads a thousand source files to find which names they define. Together, these imports and the
-scan take as long as importing torch. The compiler is loaded at its first use instead. While half a million objects
-are created that stay, the garbage collector visits them again and again, which takes another second.
+scan take as long as importing torch. The compiler is loaded at its first use instead. The imports also create half a
+million lasting objects, which the garbage collector would visit again and again, for another second.
 
 This halves the start: ``hdtool generate`` with 8 new tokens takes 2.9 s with the embedded model, and 5.2 s with a 1.5B
 GGUF file, where usual imports take 6.2 and 8.8 s (medians of 4 runs in turn, 2-core EPYC, 2026-11-29).
@@ -39,7 +39,7 @@ INDEPENDENT = (f"{COMPILER}._trace_wrapped_higher_order_op",)
 """Submodules of the compiler that models import and that do not need the rest of the compiler."""
 LOADER, MARKS = "_deferred_loader", "_deferred_marks"
 USUAL_THRESHOLD, POSTPONED_THRESHOLD = gc.get_threshold()[0], 1_000_000
-"""Number of new objects that triggers a garbage collection, and that while collection is postponed."""
+"""Numbers of new objects that trigger a garbage collection: usually, and while collection is postponed."""
 Structure = dict[frozenset[str], dict[str, set[str]]]
 """Maps each set of required libraries to the modules that need them, and each module to the names that it defines."""
 
@@ -55,7 +55,7 @@ def import_leanly() -> None:
 
 
 def collect_garbage_again() -> None:
-    """End the postponement of garbage collection, if any; the collector never visits the objects created during it."""
+    """Resume garbage collection if it was postponed; the collector never visits the objects created until now."""
     if gc.get_threshold()[0] == POSTPONED_THRESHOLD:
         freeze_objects()
         gc.set_threshold(USUAL_THRESHOLD)

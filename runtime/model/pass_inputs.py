@@ -149,7 +149,7 @@ class AttentionMasks:
     ) -> AttentionMask:
         """Compute the mask ``[1, 1, 1, extent]`` of a token after a context whose end is still to be moved.
 
-        The positions from ``first [1]`` on are in the cache at ``places [MOVES]``; unused ones are ``extent``.
+        The positions from ``first [1]`` on are in the cache at ``places [MOVES]``; unused places are ``extent``.
         """
         columns = torch.arange(extent + 1, device=places.device)
         related = (columns < first).index_fill(0, places, 1)
@@ -187,7 +187,7 @@ class AttentionMasks:
         return self._by_kind(self._hiding(related, positions[None], columns[:extent]))
 
     def _hiding(self, related: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> list[torch.Tensor]:
-        """Return a mask per window, in which each row, at its position, sees the ``related`` columns inside it."""
+        """Return a mask per window, in which each row, at its position, sees the ``related`` columns in the window."""
         visible = (window.visible(related, positions, columns).to(self._device) for window in self._windows)
         return [torch.where(shown, self._visible, self._hidden)[:, None] for shown in visible]
 
@@ -203,7 +203,7 @@ class AttentionMasks:
 def _related(ancestor_mask: torch.Tensor, length: torch.Tensor, extent: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return column numbers, and a mask ``[slots, rows, extent]`` of each row's context, its root and its ancestors.
 
-    There are columns after ``extent`` for the nodes of the largest tree, which may be longer than a pass reads.
+    The column numbers go on after ``extent``, because ``ancestor_mask`` has bits for more nodes than the pass reads.
     """
     columns = torch.arange(extent + LARGEST_TREE, device=length.device)
     nodes = columns[:LARGEST_TREE]

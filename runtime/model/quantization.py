@@ -1,4 +1,4 @@
-"""Configures quantization libraries and checks that rows of a pass stay independent."""
+"""Configures quantization libraries, measures rounding, and checks or ensures that rows of a pass are independent."""
 
 from __future__ import annotations
 

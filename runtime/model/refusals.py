@@ -48,8 +48,8 @@ def without_trees(config: Any) -> str:
 def refuse_trees(model: PreTrainedModel, *, positions: bool, mask: bool) -> None:
     """Raise a ``FamilyError`` if a model's configuration or ``forward`` arguments rule out trees.
 
-    ``positions`` and ``mask`` say whether the model accepts position ids and an attention mask. A refused model may
-    still verify chains.
+    ``positions`` and ``mask`` say whether the model accepts position ids, which recurrent models don't need, and an
+    attention mask. A refused model may still verify chains.
     """
     kind = model.config.model_type
     if reason := without_trees(model.config):
@@ -102,7 +102,7 @@ def tells_prompts_from_answers(config: Any) -> bool:
 def context_limit(config: Any, prompt_length: int) -> int | None:
     """Return the maximum context length in tokens for a prompt of this length, or None if the model has no limit.
 
-    A LongRoPE model's answer must not cross ``rotary_switch``, where all its positions change.
+    A LongRoPE model's answer must not cross ``rotary_switch``, where the rotary factors of all positions change.
     """
     switch = rotary_switch(config)
     if switch and prompt_length <= switch:

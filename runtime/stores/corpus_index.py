@@ -334,7 +334,7 @@ class CorpusIndex(BuiltStore):
             raise StoreError(f"{self.folder} is damaged (its shards do not fit its files): build it again")
 
     def after(self, context: Sequence[int] | Ints, max_nodes: int = LARGEST_TREE) -> Continuations:
-        """Return the continuations of the longest suffix of ``context`` that occurs in the corpus."""
+        """Return continuations of the longest suffix of the last ``MAX_CONTEXT_TOKENS`` tokens found in the corpus."""
         tail = np.asarray(context[-MAX_CONTEXT_TOKENS:], INT64)
         # Constructing it from a tuple instead of fields saves a quarter of a microsecond.
         return tuple.__new__(Continuations, lookup(self.tokens, self.addresses, tail, self.end, max_nodes))
@@ -454,7 +454,7 @@ def _shared_lengths(continuations: Ints, end: int) -> Ints:
 
 @compiled
 def _by_count(grown: Ints, max_count: int, nodes: Ints) -> Ints:
-    """Write the ``grown`` nodes that fit to ``nodes``, highest count first; return each ``grown`` node's new index.
+    """Write to ``nodes`` the ``grown`` nodes that fit, highest count first; return each ``grown`` node's new index.
 
     No count exceeds ``max_count``. The result maps -1, the parent of top-level nodes, to -1. A counting sort takes a
     single pass and is stable: since a parent's count is at least its child's, parents remain before their children.

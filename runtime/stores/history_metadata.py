@@ -183,7 +183,7 @@ def delete(transaction: Any, conversation: StoredConversation) -> None:
 
 
 def conversations(transaction: Any, path: Path, *, latest_first: bool = False) -> Iterator[StoredConversation]:
-    """Yield all conversations, oldest first unless ``latest_first``."""
+    """Yield all conversations, oldest first unless ``latest_first``; raise StoreError at a damaged one."""
     cursor = transaction.cursor()
     for key, value in cursor.iterprev() if latest_first else cursor.iternext():
         if key == STATE_KEY:

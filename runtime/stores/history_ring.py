@@ -262,7 +262,10 @@ class OpenFiles(NamedTuple):
 
 
 def positions_within(max_bytes: int) -> int:
-    """Return the maximum number of positions, a power of two, of a store that is limited to ``max_bytes``."""
+    """Return the maximum number of positions of a store limited to ``max_bytes``: a power of two.
+
+    This is ``MIN_STORE_POSITIONS`` or more, whatever the limit.
+    """
     return max(MIN_STORE_POSITIONS, 1 << (max_bytes // DISK_BYTES_PER_POSITION).bit_length() - 1)
 
 
@@ -308,7 +311,7 @@ def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, max
 
 
 def require_room(folder: Path, needed: int = 0) -> None:
-    """Raise OSError unless the disk has space for ``needed`` bytes besides those that stay free."""
+    """Raise OSError unless the disk has space for ``needed`` bytes besides ``RESERVED_DISK_BYTES``."""
     if (free := disk_usage(folder).free) < needed + RESERVED_DISK_BYTES:
         raise OSError(errno.ENOSPC, f"No space left on device, {free >> 20} MiB free")
 

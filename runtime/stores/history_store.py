@@ -122,7 +122,7 @@ class HistoryStore(Uncopyable):
     def refresh(self) -> None:
         """Load the changes of other processes (appends, removals, rebuilds); call this between answers.
 
-        On an error, the store appears empty and a warning is issued; see ``fault``.
+        On an error, the store appears empty, and the first of consecutive errors issues a warning; see ``fault``.
         """
         with self._lock:
             end = 0
@@ -304,7 +304,7 @@ class HistoryStore(Uncopyable):
     def _reading(self) -> Iterator[Any]:
         """Yield a read transaction on the current files, reopening files that another process has replaced.
 
-        The files are compared after the transaction has begun: its conversations lie within the open ring.
+        The files are compared after the transaction has begun, so that its conversations lie within the open ring.
         """
         while True:
             with self._open.records.reading() as transaction:
@@ -386,7 +386,7 @@ class History:
             self.answers.start(lane, prompt)
 
     def finish(self, lane: Ints) -> None:
-        """End a lane's answer, and move the answer to the store if there is one."""
+        """End a lane's answer, and move the answer to the store, if any; it stays in memory if the append fails."""
         owner = int(lane["owner"][0])
         overlap, tokens = self.answers.answer(lane) if self.store and owner else (lane[:0], lane[:0])
         self.answers.finish(lane)

@@ -187,8 +187,8 @@ class RecycledRankings(Uncopyable):
     def keep(self, tails: Array, tokens: Array, scores: Array, vocabulary: int) -> None:
         """Store a ranking per node. Each row of ``tails`` holds a node's last tokens; the most probable node is first.
 
-        ``tokens`` are the top tokens, best first, with their logits in ``scores``. ``vocabulary`` is the size of the
-        model's vocabulary.
+        ``tokens`` are the top tokens, best first, with their logits in ``scores``; nodes whose best logit is not finite
+        are skipped. ``vocabulary`` is the size of the model's vocabulary.
         """
         if self._lines is None:
             self._allocate(vocabulary, MAX_KEY_TOKENS)

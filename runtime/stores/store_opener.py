@@ -1,4 +1,4 @@
-"""Opens the stores and the history of a model: ``StoreOpener(name, tokenizer, checkpoint, config).open()``."""
+"""Opens the stores and the history that belong to a model and a tenant."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StoreOpener:
         return opened.with_history(decoding, partial(self._identity, decoding.history), read_only=read_only)
 
     def open_history(self, named: str, opened: StoreSet, *, read_only: bool = False) -> HistoryStore:
-        """Open the history store of the opened stores that ``named`` selects, creating it if missing."""
+        """Open the history store that ``named`` selects for the stores in ``opened``; create it if it is missing."""
         return opened.open_history(named, partial(self._identity, named), read_only=read_only, created=True)
 
     def _identity(self, named: str) -> str:

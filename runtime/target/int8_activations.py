@@ -1,6 +1,6 @@
-"""Refuses options that rule out int8 activations, before weights are read.
+"""Refuses ``--activations int8``, before weights are read, if other options, a file or the configuration rule it out.
 
-The later proof of compiled passes may also rule them out.
+The later proof of compiled passes may also rule it out.
 """
 
 from __future__ import annotations

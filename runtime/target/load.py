@@ -173,9 +173,9 @@ def _cpu_target(config: ModelConfig, settings: Any) -> Target:
 
 
 def _quantized(config: ModelConfig, settings: Any) -> Path | None:
-    """Return the folder with a checkpoint's weights quantized to blocks, None if the options don't ask for them.
+    """Return the folder with a checkpoint's weights quantized to blocks, or None if the options don't ask for them.
 
-    Quantize the checkpoint first if needed.
+    Quantize the checkpoint first if needed. Raise an ``HdtoolError`` if this is not possible.
     """
     name, scheme = config.name, config.quantization
     if scheme not in BLOCKS:
@@ -202,7 +202,7 @@ def _quantized(config: ModelConfig, settings: Any) -> Path | None:
 
 
 def _target_with(proof: Proof | None, config: ModelConfig, settings: Any, kept: KeptProof | None) -> Target | None:
-    """Load a model, compiled if possible; return None if it differs from ``proof``. Keep its proof if there is none."""
+    """Load a model, compiled if possible; return None if it differs from ``proof``. Without one, keep a new proof."""
     cpu = torch.device("cpu")
     quantized = _quantized(config, settings)
     model = _attempt(config.name, "its weights", lambda: stored_model(config, settings, quantized, check=proof is None))

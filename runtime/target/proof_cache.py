@@ -47,7 +47,7 @@ class Proof:
     facts: ModelFacts
     """What the model can do."""
     compact: dict[str, bool]
-    """Maps each weight's name to True if the weight may stay compact."""
+    """Maps each kind of weight to True if its weights may stay compact; see ``compact_weights``."""
     logits: str
     """Hash of the logits of a short prefill and a small tree."""
 
@@ -146,8 +146,8 @@ def logits_hash(target: Target) -> str:
 def proof_of(target: Target, compact: dict[str, bool]) -> Proof | None:
     """Return the proof of a loaded target, or None if the target must be compared with Transformers at each start.
 
-    Only targets with reproducible logits have a proof: targets with compiled passes, without recurrent states and
-    without compact weights that have been expanded.
+    A proof needs compiled passes without recurrent states, no compact weight that has been expanded, and logits that
+    are the same in two runs.
     """
     facts = ModelFacts(target.facts.shapes, continues=target.facts.continues)
     if (

@@ -179,6 +179,7 @@ class Target(BackendEngine):
         that a prompt continues a cached context; otherwise they return False.
 
         Comparing the cached keys and values of such a context is not enough, since recurrent states can't be compared.
+        Return False if several processes share the model.
         """
         if self.processes > 1 or (self._first_logits is not None and not goes_on):
             return False
@@ -264,7 +265,7 @@ class Target(BackendEngine):
         """From now on, make each pass return hidden states, which some drafters need; return a slice of columns.
 
         The slice selects the columns with the output layer's input or, if ``layers`` are given, those with the outputs
-        of these decoder layers.
+        of these decoder layers. Contexts cached before cannot be continued.
         """
         if (known := self.hidden.columns(layers)) is not None:
             return known

@@ -33,8 +33,8 @@ def choose_threads(target: Target, wanted: int | None = None, record: CachedValu
     """Set torch's thread count to ``wanted`` or, if None, choose it automatically without raising it; return the count.
 
     Compiled passes are timed with all threads, half of them, and so on, until fewer are slower. With a ``record``,
-    processes reuse the result for 24 hours. While the drafter is compiled in another process, they get one thread less
-    than all instead, as times would mislead. Without compiled passes, at most as many threads are used as the
+    processes reuse the result for 24 hours. While another process compiles the drafter, times would mislead, so all
+    threads but one are used. Without compiled passes, at most as many threads are used as the
     container's CPU quota allows.
     """
     if wanted is not None:
@@ -80,7 +80,7 @@ def fastest_threads(seconds_with: Callable[[int], float], best: int) -> int:
 
 
 def _seconds_with(threads: int, target: Target) -> float:
-    """Return the total time in seconds of one pass per tree size in ``NODES``."""
+    """Return the time in seconds of one pass for each tree size in ``NODES``, in total, with this many threads."""
     torch.set_num_threads(threads)
     cache = target.allocate()
     target.prefill(cache, 0, some_context(4, target.config.vocab_size), room=max(NODES))

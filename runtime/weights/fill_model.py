@@ -23,7 +23,7 @@ READERS = 2
 
 
 def fits(store: WeightStore, model: Any) -> bool:
-    """Return True if a store has just a model's weights, in its shapes; of tied parameters, one is enough."""
+    """Return True if a store has exactly a model's weights, with the same shapes; of tied parameters, one is enough."""
     parameters = model.state_dict()
     if any(name not in parameters or parameters[name].shape != weight.shape for name, weight in store.items()):
         return False
@@ -33,7 +33,10 @@ def fits(store: WeightStore, model: Any) -> bool:
 
 
 def fill(model: Any, store: WeightStore, folder: Path, bar: ProgressBar, check: WeightCheck | None) -> None:
-    """Read all weights of a store into an empty model, and check them; ``folder`` has the model's configuration."""
+    """Read a store's weights into an empty model; ``check``, if given, checks them. ``folder`` has the configuration.
+
+    Raise a ``ModelError`` if a weight is damaged or a file changes meanwhile.
+    """
     states, done = list(map(FileState.of, store.files)), 0
     missing = model.state_dict().keys() - store.keys()
     readers = ThreadPoolExecutor(READERS)

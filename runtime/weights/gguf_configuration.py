@@ -80,7 +80,7 @@ def write_configuration(file: GGUFFile, folder: Path) -> None:
 
 
 def _settings(file: GGUFFile, entries: dict[str, bytes], folder: Path) -> Any:
-    """Return the configuration as transformers reads it. The size of a vocabulary that it counts is set afterwards."""
+    """Return the configuration that transformers reads from a copy with few tokens, with the true vocabulary size."""
     from transformers import AutoConfig, PreTrainedConfig
 
     kept = [entry for name, entry in entries.items() if not (name.startswith(VOCABULARY) and _is_array(entry))]
@@ -95,7 +95,7 @@ def _settings(file: GGUFFile, entries: dict[str, bytes], folder: Path) -> Any:
 def _tokenizer(entries: dict[str, bytes], folder: Path) -> Any:
     """Return the tokenizer as AutoTokenizer reads it.
 
-    AutoTokenizer chooses its class by the configuration, here that of a file with two tokens.
+    AutoTokenizer chooses the class by the configuration, so a copy with two tokens shows which class this is.
     """
     from transformers import AutoTokenizer
 
@@ -109,7 +109,7 @@ def _tokenizer(entries: dict[str, bytes], folder: Path) -> Any:
 def _shorten_reading(tokenizer: Any, folder: Path) -> None:
     """Rewrite a saved tokenizer so that transformers reads it faster, and in less memory.
 
-    Its settings list the added tokens, which transformers otherwise finds by parsing the whole vocabulary.
+    The settings then list the added tokens, which transformers otherwise finds by parsing the whole vocabulary.
     """
     file = folder / "tokenizer_config.json"
     added = {str(token_id): token.__getstate__() for token_id, token in sorted(tokenizer.added_tokens_decoder.items())}

@@ -71,7 +71,7 @@ class GGUFFile:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that holds all weights: float32 if any are quantized, as no narrower dtype holds their values."""
+        """Dtype of the model: float32 if any tensors are quantized or all are float32, else their 16-bit dtype."""
         formats = {piece.format for piece in self.tensors.values()}
         if not formats <= UNQUANTIZED_DTYPES.keys():
             return torch.float32

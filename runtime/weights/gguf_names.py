@@ -131,7 +131,7 @@ SAMPLED_ROWS = 509
 
 
 def _first_columns(piece: Piece) -> torch.Tensor:
-    """Return the first block of each row of a tensor as the library gguf expands it."""
+    """Return the first block of each row of a tensor as the library gguf expands it; see also ``SAMPLED_ROWS``."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
     kind, is_vector = GGMLQuantizationType[piece.format], len(piece.shape) == 1

@@ -58,7 +58,7 @@ def quantized_folder(name: str, scheme: str, files: Sequence[Path], fingerprint:
 
 
 def quantized_store(folder: Path) -> WeightStore:
-    """Return the weights in a folder that ``quantized_folder`` returned."""
+    """Return the weights in a folder that ``quantized_folder`` returned; raise a ``ModelError`` if it was changed."""
     try:
         if not (artifact := Artifact.read(folder)):
             raise OSError(0, "its manifest is missing")
@@ -77,7 +77,7 @@ def quantized_store(folder: Path) -> WeightStore:
 
 
 def _write(model: Any, name: str, scheme: str, folder: Path) -> _Quantized:
-    """Quantize a model and write it to a folder."""
+    """Quantize a model and write it to a folder; print a note if some matrices cannot be quantized."""
     quantized = _quantized_weights(model, SCHEMES[scheme], WeightCheck(name))
     if kept := quantized.kept:
         total = len(kept) + len(quantized.kinds)

@@ -22,7 +22,7 @@ from hdtool.runtime.weights.weight_store import StoredWeight, WeightStore
 def safetensors_store(folder: Path, settings: Any, model: Any) -> WeightStore | None:
     """Return the weights of a checkpoint for the parameters of ``model``, which may be empty.
 
-    Return None if they lie in files of another kind, or if adapters are added to them.
+    Return None if weight files are missing or of another kind, or if the checkpoint has adapters.
     """
     files = weight_files(folder)
     if not files or any(file.suffix != ".safetensors" for file in files) or (folder / ADAPTER_FILE).is_file():
@@ -33,7 +33,7 @@ def safetensors_store(folder: Path, settings: Any, model: Any) -> WeightStore | 
 
 
 def _mxfp4_experts(pieces: Mapping[str, Piece], model: Any) -> dict[str, StoredWeight]:
-    """Return the experts whose MXFP4 blocks and scales are stored as tensors, and in a layout that matmuls read."""
+    """Return the experts whose MXFP4 blocks and scales are stored as tensors, in a layout that matmuls read."""
     weights = {}
     for name, parameter in model.state_dict().items():
         blocks, scales = (pieces.get(f"{name}_{part}") for part in ("blocks", "scales"))

@@ -36,7 +36,7 @@ class Piece:
 
 
 def tensors_of(file: Path) -> Iterator[tuple[str, Piece]]:
-    """Yield the name and place of each tensor in a file; raise a ``ModelError`` if the file is damaged."""
+    """Yield the name and place of each tensor in a safetensors file; raise a ``ModelError`` if it is damaged."""
     try:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")

@@ -33,7 +33,7 @@ def traced(
     full: bool = False,
     sample: Callable[[Piece], torch.Tensor] | None = None,
 ) -> StoredWeight:
-    """Return how ``convert`` puts a parameter of this shape together; if it isn't by rows, its ``make`` converts.
+    """Return how ``convert`` makes a parameter of this shape: by reordering rows, or else by computing values.
 
     Each piece is replaced by a single column, and a single row, of numbers. If that fails, or if ``full`` says that the
     result depends on the pieces' shapes, the numbers have the pieces' shapes. ``sample`` returns the first columns of a

@@ -22,7 +22,7 @@ from hdtool.runtime.weights.weight_store import StoredWeight
 
 @dataclass
 class _Conversion:
-    """A weight conversion of transformers, with the pieces that it takes by the source pattern that they match."""
+    """A weight conversion of transformers, and the pieces that it takes, grouped by the source pattern they match."""
 
     converter: Any
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class _Conversion:
 
 
 def stored_weights(transforms: Sequence[Any], pieces: Mapping[str, Piece], model: Any) -> dict[str, StoredWeight]:
-    """Return how ``transforms`` put each parameter of a model together from ``pieces``, keyed by checkpoint name."""
+    """Return how ``transforms`` make each parameter of a model from ``pieces``, which are keyed by checkpoint name."""
     transforms = deepcopy(list(transforms))
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]

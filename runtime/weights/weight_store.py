@@ -114,7 +114,10 @@ class WeightStore(Mapping[str, StoredWeight]):
         return sum(weight.bytes for weight in self.values())
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a weight as it is stored; blocks that no matmul reads are expanded to float32."""
+        """Return a weight as stored or as ``make`` computes it; blocks that no matmul reads are expanded to float32.
+
+        Raise a ``ModelError`` if a file cannot be read or the weight has a wrong shape.
+        """
         weight = self[name]
         if not weight.stays_packed:
             numbers = self._numbers(weight)

@@ -119,7 +119,7 @@ def output_files(folder: Path) -> tuple[OutputFile, OutputFile]:
 
 
 def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
-    """Load heads from a folder onto the model's device; raise HeadsError if they were trained on another model."""
+    """Load heads from a folder onto the model's device; raise HeadsError if damaged or trained on another model."""
     from safetensors.torch import load_file
 
     settings = read_settings(folder)

@@ -25,7 +25,7 @@ from hdtool.runtime.target.target import Target
 
 
 def module_of(heads: Heads, target: Target) -> Module:
-    """Return the adaptation layers of heads, with the target's token embeddings."""
+    """Return a function that runs the adaptation layers of heads, with the target's embeddings if they read tokens."""
     embed = target.model.get_input_embeddings()
 
     def run(tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: CacheRows) -> list[torch.Tensor]:

@@ -226,7 +226,7 @@ WEIGHTS = np.dtype(
 
 
 def rows_of_weights(sources: Sequence[CompiledSource]) -> dict[SourceId, slice]:
-    """Assign rows of weights to each source, one for each n-gram order."""
+    """Return each source's rows of weights, one for each n-gram order; sources with the same name share rows."""
     rows, free = dict[SourceId, slice](), 0
     for source in sources:
         if source.name not in rows:

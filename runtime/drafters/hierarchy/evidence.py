@@ -49,7 +49,7 @@ MAX_PLUGINS = len(PLUGINS)
 MAX_PLUGIN_POSITIONS = MAX_HEADS
 """Maximum number of positions after the root that a plug-in predicts."""
 MAX_PREDICTED_TOKENS = 60
-"""Number of most probable tokens that are kept for each position."""
+"""Maximum number of tokens kept for each position, the most probable ones."""
 ANY_TOKEN, NO_CHAIN_TOKEN = -1, -2
 MODEL_NUMBER, CORPUS_NUMBER = SourceId.MODEL.value, SourceId.CORPUS.value
 

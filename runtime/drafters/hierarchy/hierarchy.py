@@ -230,7 +230,7 @@ class Hierarchy(Drafter, Uncopyable):
         return Hierarchy
 
     def draft_many(self, drafters: Sequence[Hierarchy], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
-        """Grow the trees of several ``Hierarchy`` drafters in one compiled call."""
+        """Return the trees of several drafters, grown in one compiled call and cut to sizes that the budgets choose."""
         began = time.perf_counter()
         max_nodes = [drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)]
         for drafter, wanted in zip(drafters, max_nodes, strict=True):
@@ -273,7 +273,7 @@ class Hierarchy(Drafter, Uncopyable):
         return max_nodes
 
     def await_proposal(self, max_nodes: int) -> None:
-        """Wait for the proposal of the trained drafter that ``prepare`` began, if any."""
+        """Wait for the trained drafter's proposal that ``prepare`` began, if any, and store it for growing the tree."""
         if max_nodes and self._is_proposing and self._trained:
             note_proposal(self._proposed[0], self._trained.source, self._trained.propose(max_nodes))
 

@@ -1,8 +1,8 @@
 """Sources that match text: the conversation, a prediction of the answer, and the history of other answers.
 
 Each source keeps a ring buffer of tokens with hash chains through it, like LZ compressors. Matches are looked up at the
-root. A node inherits the matches of its parent that its token continues; further matches are looked up only if none is
-left, or once the estimate reaches short n-grams.
+root. A node inherits those matches of its parent that continue with the node's token; further matches are looked up
+only if none is left, or once the estimate reaches short n-grams.
 """
 
 from __future__ import annotations

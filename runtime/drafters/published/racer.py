@@ -3,8 +3,9 @@
 All suffixes of the context are looked up from the root of a trie. Unlike an Aho-Corasick automaton, a trie has no
 failure links that can become stale.
 
-The most frequent continuations of all matches come first. The rest of the tree follows the rankings: the best token of
-a node gets half of its parent's breadth, and each further token half of the breadth of the token before it.
+The most frequent continuations of all matches come first. The rest of the tree follows the rankings: the best token
+after a node gets half of the node's breadth (after the root, all of it), and each further token half of the breadth of
+the token before it.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def after(automaton: Automaton, state: Any, token: Any) -> Any:
 
 @compiled
 def advance(automaton: Automaton, state: Any, matched: Any, tokens: Ints) -> tuple[Any, Any]:
-    """Read tokens of another text; return the state and length of its longest suffix in the automaton."""
+    """Read tokens of another text; return the state and length of this text's longest suffix in the automaton."""
     for token in tokens:
         while state != START_STATE and after(automaton, state, token) == NO_STATE:
             state = automaton.links[state]
@@ -216,7 +216,7 @@ TOKENS_AHEAD = 40
 
 
 class SamDecoding(BudgetedDrafter):
-    """Drafts one chain; a single rate estimates how often a token is accepted if the previous one was."""
+    """Drafts the text after the longest match as a chain; one rate estimates how often its next token is accepted."""
 
     def __init__(self, budget: Budget | None = None) -> None:
         super().__init__(budget, SourceId.CONTEXT)

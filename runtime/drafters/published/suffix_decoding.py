@@ -105,9 +105,10 @@ class SuffixDecoding(BudgetedDrafter):
 def _best_tree(
     automaton: Automaton, state: Any, matched: Any, max_nodes: int, config: SuffixConfig, score: float
 ) -> tuple[float, Probs, Ints]:
-    """Return the highest score of a match, and its tree as ``_expand`` does.
+    """Return the highest score of any match's tree, and this tree as ``_expand`` returns it.
 
-    Without a tree that scores higher than ``score``, return ``score`` and no nodes.
+    A tree's score is the sum of its nodes' probabilities. If no tree scores higher than ``score``, return ``score`` and
+    no nodes.
     """
     best_probs: Probs = np.empty(0)
     best_keys: Ints = np.empty(0, np.int64)

@@ -81,7 +81,7 @@ class RecyclingDrafter(KindsDrafter):
             self._forget()
 
     def _forget(self) -> None:
-        """Begin another conversation without what earlier ones taught."""
+        """Drop everything learned from earlier conversations."""
         self._table.clear()
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:

@@ -42,7 +42,7 @@ class AssistantModule:
         self._tokens: list[int] = []
         """The slot's list of tokens, which another list replaces if the conversation moves to another slot."""
         self._storage: KVTensors | None = None
-        """What captured passes read."""
+        """The target's keys and values that the last draft read; captured passes read them again."""
         width = int(assistant.config.backbone_hidden_size)
         self._states = torch.zeros((1 + ROWS_PER_PASS * MAX_PASSES, width), dtype=target.dtype, device=target.device)
         self._before = torch.zeros_like(self._states[:1])
@@ -53,7 +53,7 @@ class AssistantModule:
         self._slot, self._length = None, 0
 
     def follow(self, verified: Verified) -> None:
-        """Read the conversation's keys and values from the slot of the target that a pass has verified."""
+        """From now on, read keys and values from the target's slot for which ``verified`` was computed."""
         self._slot = slot = cast("Slot | None", verified.slot)  # a target has no other slots
         self._tokens = slot.tokens if slot else []
 
@@ -68,7 +68,10 @@ class AssistantModule:
 
     @torch.inference_mode()
     def start(self, hidden: torch.Tensor, tokens: list[int]) -> Callable[[], Ranked]:
-        """Start to draft after accepted tokens; return a function that waits for the rankings."""
+        """Start to draft after accepted tokens; return a function that waits for the rankings.
+
+        It returns ``NO_RANKING`` if the slot that holds the conversation is unknown.
+        """
         self._length += len(tokens)
         slot = self._slot
         if slot is None or slot.tokens is not self._tokens or slot.length != self._length:
@@ -112,7 +115,7 @@ class AssistantModule:
         return on_host(ranked)
 
     def _pass(self, hidden: torch.Tensor, tokens: torch.Tensor) -> tuple[TopTokens, torch.Tensor]:
-        """Rank the tokens after each of ``tokens``, given the hidden state before it; also return that after it."""
+        """Rank the next tokens after each of ``tokens``, given the states before them; also return the states after."""
         rows, assistant = len(tokens), self._assistant
         read = assistant.pre_projection(torch.cat([self._embed(tokens), hidden], dim=-1))
         output = assistant.model(
@@ -130,7 +133,7 @@ class AssistantModule:
         return topk_tokens(logits, TOKENS_PER_RANKING), assistant.post_projection(states)
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return logits; of an assistant with clusters of tokens, all but those of the best clusters are very low."""
+        """Return logits; if the assistant clusters tokens, those outside the best clusters share the lowest logit."""
         clusters, head = self._assistant.masked_embedding, self._assistant.lm_head
         if clusters is None:
             return cast(torch.Tensor, head(states))

@@ -88,7 +88,7 @@ class PublishedDrafter:
         return SMALL_MODEL
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Load all tensors of the checkpoint into host memory."""
+        """Load all tensors of the checkpoint into host memory; raise HeadsError if files are missing or damaged."""
         from safetensors.torch import load_file
 
         by_name: dict[str, torch.Tensor] = {}
@@ -106,7 +106,7 @@ class PublishedDrafter:
         return by_name
 
     def pretrained(self, auto: Any) -> Any:
-        """Load the checkpoint by one of transformers' ``Auto`` classes."""
+        """Load the checkpoint by one of transformers' ``Auto`` classes; raise HeadsError if that fails."""
         try:
             return auto.from_pretrained(self.folder, trust_remote_code=False)
         except Exception as error:  # the library raises many kinds
@@ -123,7 +123,7 @@ class PublishedDrafter:
             raise self.refusal(f"is for a model of {size} tokens, and this one has {target.vocabulary}", OF_THIS_MODEL)
 
     def token_ids(self, offsets: torch.Tensor | None, drafted: int, target: Target) -> torch.Tensor | None:
-        """Return the target's id of each of ``drafted`` draft tokens, given the differences between the two.
+        """Return the target's id of each of ``drafted`` draft tokens; ``offsets`` are the differences to the draft ids.
 
         Return None without ``offsets``; raise HeadsError if the target does not have these tokens.
         """

@@ -39,7 +39,7 @@ FAMILY_NAME, FAMILY = (
 )
 """The package of transformers that has a drafter's layers, and how they differ from Llama's."""
 DEFAULT_RANK = 256
-"""Rank of the Markov head in drafters of speculators that don't state it."""
+"""Rank of the Markov head in checkpoints of vLLM's speculators that don't state it."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class DFlashModel:
 
     parts: ModelParts[nn.Module]
     encoder: Any
-    """Linear layer ``fc`` and norm ``output_norm_enc``, which make of the target's hidden states what layers read."""
+    """Linear layer ``fc`` and norm ``output_norm_enc``, which turn the target's hidden states into what layers read."""
     layer_ids: list[int]
-    """Indices of the target's layers whose outputs it reads."""
+    """Indices of the target's layers whose outputs the drafter reads."""
     block: int
     """Number of tokens in a block, of which the first is the last accepted one."""
     mask_token: int
@@ -59,7 +59,7 @@ class DFlashModel:
     embed: Callable[[torch.Tensor], torch.Tensor]
     head: Callable[[torch.Tensor], torch.Tensor]
     token_ids: torch.Tensor | None = None
-    """The target's id of each draft token; None if they are equal."""
+    """The target's id of each draft token; None if draft tokens have the target's ids."""
     causal: Collection[str] = ()
     """Kinds of layers in which a token doesn't read those after it in the block."""
     first: int = 1
@@ -68,11 +68,11 @@ class DFlashModel:
 
     @property
     def read_width(self) -> int:
-        """Width of the target's hidden states that it reads."""
+        """Width of the target's hidden states that the drafter reads."""
         return int(self.encoder.fc.in_features)
 
     def encode(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the layers read of accepted tokens, given the target's hidden states."""
+        """Return the layers' input for accepted tokens, given the target's hidden states."""
         encoded: torch.Tensor = self.encoder.output_norm_enc(self.encoder.fc(hidden))
         return encoded
 
@@ -170,7 +170,7 @@ def _load_other_format(published: PublishedDrafter, target: Target, library_mode
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of either format in one dictionary, named as those of the authors."""
+    """Return the settings of either format in one dictionary, under the names that the authors' format uses."""
     layer, own = settings.get("transformer_layer_config") or {}, settings.get("dflash_config") or {}
     is_dspark = "dspark" in f"{settings.get('architectures')} {settings.get('speculators_model_type')}".lower()
     flat = {
@@ -227,7 +227,7 @@ def _heads(
 
 
 def _embedding(weight: torch.Tensor | None, target: Target, scale: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the embedding of a drafter, which scales its target's or its own weights by ``scale``."""
+    """Return a drafter's embedding, which scales the drafter's own weights or else the target's by ``scale``."""
     shared = without_norm(target.model.get_input_embeddings())
     if weight is not None and not _is_copy(weight, shared):
         shared = nn.Embedding.from_pretrained(weight.to(target.device, target.dtype))
@@ -262,7 +262,10 @@ def without_norm(embedding: Any) -> Any:
 def _described(
     model: Any, published: PublishedDrafter, target: Target
 ) -> tuple[ModelParts[nn.Module], list[AttentionWindow]]:
-    """Move a drafter's model to the target's device; return its parts, and the window of each layer."""
+    """Move a drafter's model to the target's device; return its parts, and the window of each layer.
+
+    Raise HeadsError if no engine can compute the layers.
+    """
     model.to(target.device, target.dtype).requires_grad_(False).eval()
     layers = layers_of(model.layers, replace(target.program_support, families={FAMILY_NAME: FAMILY}))
     parts = ModelParts(

@@ -36,11 +36,12 @@ def draft_model_drafter(
 ) -> TrainedProposer:
     """Return a drafter for the small model called ``name``.
 
-    Raise ModelError if the model's tokenizer differs from ``tokenizer``, which is the target's.
+    Raise ModelError if the model's tokenizer differs from ``tokenizer``, which is the target's, and FamilyError if the
+    model cannot verify trees.
     """
     model = loaded_once(target, name, lambda: _loaded(name, target, tokenizer))
     module = DraftModel(model, target.vocabulary)
-    on_cpu = target.device.type == "cpu"  # elsewhere, passes take the longer for their number of layers, not weights
+    on_cpu = target.device.type == "cpu"  # elsewhere, a pass's time depends on the number of layers, not of weights
     cost = model.model.num_parameters() / target.model.num_parameters() if on_cpu else 0.0
     return path_drafter(
         module, module.drafts_in_one_run, None, gate, source=SourceId.DRAFTER, relative_cost=cost, width=1
@@ -69,7 +70,7 @@ class DraftModel:
 
     passes = MAX_PASSES
     depth = 0
-    """Number of drafted tokens that a run which reads accepted tokens reads, too."""
+    """Number of drafted tokens that are read in the run that reads accepted tokens."""
 
     def __init__(self, model: Target, vocabulary: int) -> None:
         """Only the first ``vocabulary`` token ids are drafted."""
@@ -82,7 +83,7 @@ class DraftModel:
     def drafts_in_one_run(self) -> bool:
         """True if ``start`` can draft: passes are captured, and the model keeps no states.
 
-        A draft changes recurrent states, which only the host takes back.
+        A draft changes recurrent states, which only the host can roll back.
         """
         return self._model.captures and self._cache.slots[0].states is None
 
@@ -156,7 +157,7 @@ class DraftModel:
     def _rank_chain(
         self, logits_of: Callable[[StepTensors], torch.Tensor], rows: int, words: torch.Tensor
     ) -> TopTokens:
-        """Rank the tokens after a chain, given as the words of a step and its last row, and after drafted ones."""
+        """Rank the tokens after a chain and after ``depth`` drafted ones; ``words`` hold the step and its last row."""
         given, last = StepTensors.of(words[None, :-1], rows), words[-1:]
         ranked = [self._best(logits_of(given).index_select(0, last))]
         for drafted in range(1, 1 + self.depth):

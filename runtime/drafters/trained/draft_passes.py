@@ -111,7 +111,7 @@ class ReadingPasses:
         return results
 
     def _with_unread(self, hidden: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
-        """Return accepted tokens after those that must be read again, with the hidden states before them."""
+        """Prepend accepted positions that must be read again, if there are any, to new ones."""
         return hidden, tokens
 
     def _words(self, tokens: list[int], size: int) -> list[int]:
@@ -297,7 +297,7 @@ class DraftPasses(ModulePasses):
         written: torch.Tensor,
         places: torch.Tensor,
     ) -> TopTokens:
-        """Rank the tokens after drafted ones, whose states become the rows ``written``; all as ``_extended`` reads."""
+        """Rank the tokens after drafted ``tokens``, and store the states of these in the rows ``written``."""
         mask = self._masks.on_device_for_rows(ancestors, positions, root, extent)
         before = self._states.index_select(0, parents)
         states = self._module(tokens, before, positions, CacheRows(self._cache.storage, places, extent, mask))[-1]

@@ -54,7 +54,7 @@ class EagleLayer(nn.Module):
 
     @property
     def parts(self) -> LayerParts[nn.Module]:
-        """The layer as the engines describe it; its first norms and their concatenation are the drafter's."""
+        """The layer as the engines describe it, without the first norms and concatenation, which ``read`` computes."""
         config, attention, mlp = self._config, self.self_attn, self.mlp
         return LayerParts(
             layer=self,
@@ -73,7 +73,7 @@ class EagleLayer(nn.Module):
         )
 
     def read(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the hidden states to which the layer adds, and what its attention reads."""
+        """Return the hidden states to which the layer adds its outputs, and the input of its attention."""
         normed = self.hidden_norm(hidden)
         joined = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         return normed if self._adds_normed else hidden, joined

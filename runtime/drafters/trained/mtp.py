@@ -109,10 +109,7 @@ class LibraryMtp:
 
     @torch.inference_mode()
     def use_program(self, target: Target) -> None:
-        """If a table describes the layers, compute them by the engines' program, provided their states stay the same.
-
-        They may differ by rounding.
-        """
+        """Compute the layers by the engines' program if a table describes them and only rounding differs."""
         described = _described(self._layers, target)
         if not described:
             return
@@ -151,7 +148,7 @@ class LibraryMtp:
 
 
 def _described(layers: Any, target: Target) -> list[ModelParts[torch.nn.Module]]:
-    """Return the parts of each MTP layer of a described model; an empty list if it has others than usual around it."""
+    """Return the parts of each MTP layer; an empty list if the model, or its use of these layers, is not described."""
     kind = target.program_support
     parts, blocks = model_parts(target.model, kind), [layer.mtp_block for layer in layers.layers]
     is_usual = layers.use_post_norm and not layers.use_shared_post_norm and not layers.has_per_layer_rope

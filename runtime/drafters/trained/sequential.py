@@ -1,4 +1,4 @@
-"""Autoregressive drafting: each pass of a small module extends the most probable paths and ranks their next tokens."""
+"""Base classes of trained drafters, the queue of accepted tokens that they read, and drafting by blocks or by paths."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class ReadingModule(Protocol):
 
 
 Follow = Callable[[Verified], None]
-"""Notes what a pass of the target has verified."""
+"""Called after each step with the result of the target's pass."""
 
 
 class TrainedProposer:
@@ -164,7 +164,7 @@ class TrainedProposer:
         self._proposed: Proposal | None = None
         """The proposal to compare with the next accepted tokens."""
         self._buckets = np.zeros((0, 0), np.int64)
-        """Probability bucket of each of its tokens."""
+        """Probability bucket of each of the proposal's tokens."""
 
     def begin(self, prompt: list[int]) -> None:
         """Begin the answer to ``prompt``, which the target must prefill next."""
@@ -195,7 +195,7 @@ class TrainedProposer:
             self._follow(verified)
 
     def _take(self) -> tuple[torch.Tensor, list[int]]:
-        """Empty the queue; return the tokens that the module must read next, after their hidden states."""
+        """Empty the queue; return the hidden states and tokens to read next. Make the module skip tokens left out."""
         hidden, tokens, skipped = self._accepted.take()
         if skipped:
             self._reader.skip(skipped)
