@@ -82,9 +82,9 @@ def plan_answer(
     """Plan an answer, with the processors and criteria that ``generate`` would use.
 
     Options that are None in ``config`` come from the model's generation settings, else from the defaults of
-    transformers. The mask of the grammar and then ``processors`` run before those of ``generate``. Stop strings end
-    the answer once ``text``, which only the sampler adds to, has one; by default, special tokens are no part of the
-    text. Raise ModelError if the settings cannot be used, and PromptError or OptionError as ``room_for`` does.
+    transformers. The mask of the grammar and then ``processors`` run before those of ``generate``. If ``config`` has
+    stop strings, the sampler adds each token to ``text``, and the answer ends once one is found there; by default, the
+    text has no special tokens. Raise ModelError for unusable settings, and PromptError or OptionError as ``room_for``.
     """
     room, _ = room_for(loaded.target, prompt, max_new_tokens)
     own, criteria = _processors_and_criteria(loaded, config, prompt, room)
@@ -109,7 +109,8 @@ def criteria_and_ends(
 ) -> tuple[list[Criterion], frozenset[int]]:
     """Convert transformers' stopping criteria to criteria of a sampler; return them, and the tokens that end an answer.
 
-    End tokens and the length are left to the loop. ``scores`` computes the scores to call transformers' criteria with.
+    Criteria for end tokens and the length are left out, as the loop checks these. ``scores`` maps the sampler to the
+    scores that transformers' criteria get.
     """
     ends = {token for each in criteria if type(each) is EosTokenCriteria for token in each.eos_token_id.tolist()}
     checked = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
@@ -121,7 +122,7 @@ def criteria_and_ends(
 
 
 def _completes(text: TextStream) -> Criterion:
-    """Return a criterion that is met once a token completes a stop string of ``text``."""
+    """Return a criterion that adds each token to ``text``, and is met once the text contains a stop string."""
 
     def is_met(sampler: Sampler, token: int) -> bool:
         text.add([token])
@@ -133,7 +134,7 @@ def _completes(text: TextStream) -> Criterion:
 def _processors_and_criteria(
     loaded: Loaded, config: SamplingConfig, prompt: Sequence[int], max_new_tokens: int
 ) -> tuple[LogitsProcessorList, StoppingCriteriaList]:
-    """Collect the processors and criteria of ``generate`` by a ``custom_generate`` that runs no forward pass."""
+    """Collect what ``generate`` passes to a ``custom_generate`` that runs no pass; raise ModelError if it fails."""
     model = loaded.target.model
     settings = model.generation_config
     refuse_settings(settings)

@@ -61,10 +61,7 @@ class CostCurve:
 
     @classmethod
     def given(cls, text: str) -> CostCurve:
-        """Return the curve that an option gives, as ``nodes:milliseconds`` pairs or as the path of a file or folder.
-
-        Raise CostError if there is no valid curve.
-        """
+        """Return the curve of an option: ``nodes:milliseconds`` pairs, or a path; raise CostError if it is invalid."""
         if text.partition(":")[0].strip().isdigit():
             return cls.parse(text)
         path = Path(text).expanduser()

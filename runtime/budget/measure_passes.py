@@ -44,8 +44,8 @@ LONG_CONTEXT, MIN_LONG_CONTEXT, LONG_CONTEXT_BYTES = 4096, 256, 128 * 2**20
 """Length of the long context in the quick measurement, its minimum, and a limit on the KV cache of all sequences in
 bytes. The limit shortens the context; below the minimum, no long context is timed."""
 CAPTURED_CONTEXT = 16384
-"""Length of the long context for captured steps, if the target's own cache has room for it: on a GPU, the keys and
-values of a shorter one hardly take longer to read."""
+"""Length of the long context for captured steps, if the target's own cache has room for it: on a GPU, reading the keys
+and values of a shorter context takes hardly any time."""
 LONG_CONTEXT_NODES = (0, 7, 15, 31, 63)
 """Numbers of nodes for which passes are timed after the long context."""
 SLOW_SECONDS = 0.03

@@ -265,7 +265,7 @@ class SharedCosts:
             costs.update()
 
     def choose_sizes(self, budgets: Sequence[SharedBudget], probs: Sequence[Probs]) -> list[int]:
-        """Return how many nodes of each budget's tree to verify.
+        """Return how many nodes of each budget's tree to verify, and adapt the budgets to this choice.
 
         The other sequences of the batch count with the probabilities of their latest trees.
         """

@@ -29,7 +29,7 @@ UNEXPECTED_DEVIATION, UNEXPECTED_WEIGHT = 0.3, 0.25
 """Relative error beyond which a pass confirms a cost only in part, and the weight of such a pass."""
 FASTER_DEVIATION, FASTER_LEARNING_RATE = 0.15, 0.5
 """Relative error beyond which a fast pass corrects its cost at a higher rate, and this rate: other processes can slow a
-pass down, but nothing makes it faster than it is."""
+pass down, but not speed it up."""
 FADING, OUTDATED_FADING = 1 / 512, 1 / 64
 """Share of its confirming passes that the cost of each smaller size loses with each pass: usually, and if that cost is
 outdated (see ``OUTDATED_RATIO``)."""
@@ -135,7 +135,7 @@ def confirming_passes(costs: Any, nodes: int) -> float:
 
 @compiled
 def learn_cost(at: int, nodes: int, seconds: float) -> None:
-    """Correct the costs at address ``at`` and count what confirms them, given a pass over ``nodes`` of ``seconds``."""
+    """Correct the costs at address ``at``, and count confirmations, for a pass over ``nodes`` that took ``seconds``."""
     costs = array_at(at, 1, COSTS)[0]
     size, share = costs.sizes[nodes], costs.shares[nodes]
     smaller, expected = max(0, size - 1), estimated_cost(costs, nodes)

@@ -62,7 +62,7 @@ class TrainedDrafterGate:
     def may_run(self, cost: float) -> bool:
         """Return whether the next step should run the drafter, whose first steps take as long as ``cost`` plain ones.
 
-        A trial that must lose time waits until this loss is a small share of the time spent without the drafter.
+        A trial that is expected to lose time waits until the loss is a small share of the time since the last trial.
         """
         if not self.runs_drafter or not self._waits:
             return self.runs_drafter
@@ -118,7 +118,7 @@ class TrainedDrafterGate:
         self.runs_drafter, self._steps_left = is_faster, int(min(max(pause, TRIAL_STEPS), longest))
 
     def _try(self, drafter: bool) -> None:
-        """Begin a trial of steps with or without the drafter."""
+        """Begin a trial of steps without the drafter, or make one with the drafter wait for ``may_run``."""
         self.runs_drafter = self._waits = drafter
         self._steps_left = TRIAL_STEPS
 

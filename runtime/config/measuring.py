@@ -182,7 +182,7 @@ class CostConfig(Settings, panel=Panel.MEASUREMENT):
     """Context lengths of a cost curve, and the device's speed if pass times are estimated instead of measured."""
 
     contexts: tuple[int, ...] | None = None
-    """Context lengths in tokens; None means the powers of two that fit the model."""
+    """Context lengths in tokens; None means the powers of two from ``shortest`` to ``longest`` that fit the model."""
     shortest: int = 64
     longest: int = 8192
     """Upper limit of the default context lengths."""

@@ -42,7 +42,7 @@ class Use:
     rare: bool = False
     """True if few users need it, so that only ``--help-all`` shows it where not all options fit on a screen."""
     methods: tuple[str, ...] = ()
-    """Methods with which it has an effect; empty if it does not depend on the method."""
+    """Methods with which the option has an effect; empty if that does not depend on the method."""
     no_effect: NoEffect = lambda given: ""
 
 

@@ -17,9 +17,9 @@ from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import Rankable, argmax, for_topk, topk
 
 TopTokens = tuple[torch.Tensor, torch.Tensor]
-"""Best tokens after each row or of each head of a drafter, and their probabilities."""
+"""Top tokens of each ranking, and their probabilities."""
 Ranked = tuple[Array, Array]
-"""Best tokens of each ranking and their probabilities, as arrays on the host."""
+"""Top tokens of each ranking, and their probabilities, as arrays on the host."""
 
 
 class PassOptions(NamedTuple):

@@ -87,7 +87,7 @@ class PrefixCache:
             cache.copy(slot, to=place)
 
     def _save(self, cache: AnyCache, slot: int) -> bool:
-        """Copy a slot, dropping its owner's copies of prefixes and the oldest copies; return False if it is too big."""
+        """Copy a slot; drop copies of its prefixes, then the oldest over the limit. Return False if it does not fit."""
         if not self._max_bytes:
             return False
         try:
@@ -209,7 +209,7 @@ class PromptReader:
     def read(self, max_tokens: int | None = None) -> Verified | None:
         """Prefill at most ``max_tokens`` tokens, or the rest of the prompt if None.
 
-        Once the whole prompt is prefilled, return the logits ``[1, vocabulary]`` after it, else None. A prompt that the
+        Once the whole prompt is prefilled, return a result with the logits after it, else None. A prompt that the
         engine cannot read in pieces is always prefilled as a whole.
         """
         if max_tokens is not None and self._reads_in_pieces:

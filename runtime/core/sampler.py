@@ -161,7 +161,7 @@ class Sampler:
             compile_drawn_walks(self.shortcuts.draws, self.walk_buffer)
 
     def take(self, token: int, stops: Container[int] = ()) -> bool:
-        """Append an emitted token to the context; return True if it ends the answer, as the tokens in ``stops`` do."""
+        """Append an emitted token to the context; return True if it meets a criterion or is one of the ``stops``."""
         self.context.append(token)
         met = [is_met(self, token) for is_met in self._criteria]
         return any(met) or token in stops

@@ -80,7 +80,7 @@ def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> l
 
 
 class DrafterMaker:
-    """Makes drafters for a target; they share the measured costs of its passes."""
+    """Makes drafters for a target, which share the measured costs of the target's passes."""
 
     def __init__(self, target: Target, sizes: Collection[int]) -> None:
         """``sizes`` are the batch sizes for which passes are timed as soon as a drafter needs their costs."""

@@ -240,7 +240,7 @@ def _with_parts(config: Any) -> Iterator[Any]:
 
 
 def must_pass_in_step(model: PreTrainedModel) -> bool:
-    """Return True if weights are sharded (ZeRO-3, FSDP), so that all processes must make the same number of passes."""
+    """Return True if several processes share the weights (ZeRO-3, FSDP) and so must make equally many passes."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.integrations.fsdp import is_fsdp_managed_module
 

@@ -140,7 +140,7 @@ def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, parent: int, order:
 
 @compiled
 def only_longest(ranges: Any, node: int) -> bool:
-    """Return True if only the longest order has matches for a node, and the token after every match was read."""
+    """Return True if a node has non-empty ranges of the longest order only, and all tokens after these were read."""
     if ranges.lowest[node] > MAX_RANGE_ORDER:
         return False
     if ranges.lowest[node] < MAX_RANGE_ORDER and size_of(ranges, node, MAX_RANGE_ORDER - 1) > 0:

@@ -262,10 +262,7 @@ class OpenFiles(NamedTuple):
 
 
 def positions_within(max_bytes: int) -> int:
-    """Return the maximum number of positions of a store limited to ``max_bytes``: a power of two.
-
-    This is ``MIN_STORE_POSITIONS`` or more, whatever the limit.
-    """
+    """Return the maximum number of positions in ``max_bytes``: a power of two, at least ``MIN_STORE_POSITIONS``."""
     return max(MIN_STORE_POSITIONS, 1 << (max_bytes // DISK_BYTES_PER_POSITION).bit_length() - 1)
 
 

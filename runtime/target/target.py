@@ -218,7 +218,7 @@ class Target(BackendEngine):
                 self._prove(self.facts)
 
     def ranking_passes(self, rankings: int, best: int) -> RankingPasses:
-        """Return what runs the passes of a trained drafter, captured if steps are; see ``RankingPasses``."""
+        """Return an object that runs the passes of a trained drafter, captured if steps are; see ``RankingPasses``."""
         from hdtool.runtime.engines.captured.ranking_passes import RankingPasses
 
         capture = self._capture(self.device) if self.captures else None

@@ -151,7 +151,7 @@ def gguf_file(config: ModelConfig) -> Path | None:
 
     Of a model in several parts, this is the first one. An existing file is returned whatever its suffix, so that the
     GGUF reader can say what is wrong with it. In a folder without ``config.json``, the only model is chosen. Files on
-    the hub are downloaded.
+    the hub are downloaded. Raise an ``HdtoolError`` if the file is missing or the choice is not clear.
     """
     if (name := config.place) is None:
         return None

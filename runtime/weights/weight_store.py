@@ -48,7 +48,7 @@ class StoredWeight:
     pieces: tuple[Piece, ...]
     shape: tuple[int, ...]
     order: npt.NDArray[np.int64] | None = None
-    """For each row of the weight, the index of its row in the pieces; None if the order is the same."""
+    """For each row of the weight, the index of the row in the pieces; None if the pieces hold the rows in order."""
     transposed: bool = False
     """True if the last two dimensions are swapped once the rows are in order."""
     make: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None

@@ -35,7 +35,7 @@ SETTINGS_KEYS = ("model", "target", "heads", "shape", "judged", "training")
 METADATA = {"format": "pt", "writer": "hdtool"}
 """Metadata of the weights file."""
 SAVED_DTYPE = torch.float16
-"""Half precision is enough: drafts do not change the output."""
+"""Dtype of saved weights; half precision is enough, as drafts do not change the output."""
 ARCHITECTURES: Mapping[str, Callable[[HeadsShape, HeadsConfig], Heads]] = {
     AMPHISTA: ParallelHeads,
     MEDUSA: ParallelHeads,

@@ -178,11 +178,10 @@ class Heads(nn.Module):
     def along(
         self, hidden: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
-        """Return the heads' states ``[places, heads, width]`` at places in texts; the text after a place is its draft.
+        """Return the heads' states ``[places, heads, width]`` at places in texts, if the text after each were drafted.
 
-        Place ``i`` is at ``rows[i]`` and ``columns[i]``.
-
-        ``hidden`` and ``embedded`` are ``[rows, columns, width]``: hidden states, and embeddings of the next tokens.
+        Place ``i`` is at ``rows[i]`` and ``columns[i]``. ``hidden`` and ``embedded`` are ``[rows, columns, width]``:
+        hidden states, and embeddings of the next tokens.
         """
         raise NotImplementedError
 

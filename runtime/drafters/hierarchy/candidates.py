@@ -433,8 +433,8 @@ def prob_class(prob: float) -> int:
 def weigh_draws(work: Any, node: int) -> None:
     """Divide the probabilities after a node by the square roots of the tokens' exponential-race times, and normalize.
 
-    Exact probabilities would determine the winner of the race. With estimates, the inverse square root fits best. Other
-    tokens have no known time; together they count with the square root of the probability left to them.
+    Exact probabilities would determine the winner of the race. With estimates, the inverse square root fits best.
+    Tokens that are not candidates count together, with the square root of the probability left to them.
     """
     start = stream_start(work.seed, work.position + work.depths[node])
     sum_of_all = np.sqrt(max(0.0, 1.0 - total_probability(work)))

@@ -44,7 +44,7 @@ CORPUS_SEARCH_FACTOR = 5.0
 BEFORE_ORDER = 3
 """N-gram order at which trained drafters and plug-ins contribute, ahead of the other sources."""
 MILLION = 1_000_000
-"""Predicted shares are integers in millionths."""
+"""Integer that stands for a share of 1: predicted shares are stored in millionths."""
 MAX_PLUGINS = len(PLUGINS)
 MAX_PLUGIN_POSITIONS = MAX_HEADS
 """Maximum number of positions after the root that a plug-in predicts."""
@@ -65,7 +65,7 @@ PREDICTION_RECORD = np.dtype(
     ],
     align=True,
 )
-"""Tokens that a plug-in or the last logits predict for the positions after the root."""
+"""Tokens that a plug-in, the last logits or neighboring rankings predict for the positions after the root."""
 
 
 def _find_in_model(at: int, node: int) -> int:

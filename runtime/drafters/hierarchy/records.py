@@ -27,7 +27,7 @@ class RecordTable(Uncopyable):
     """The workspace, the learned weights, the table of sources and the record of each source."""
 
     def __init__(self, offered: dict[CompiledSource, tuple[Any, Array]], near: Array) -> None:
-        """``offered`` maps sources to whether they are used, and to their records; ``near`` is at ``NEAR_AT``."""
+        """``offered`` maps sources to whether they are used, and to their records; ``near`` goes to ``NEAR_AT``."""
         self.work, self._table = np.zeros(1, WORKSPACE), np.zeros(MAX_SOURCE_ROWS, SOURCE_ROW)
         self.weights = new_weights([*offered])
         self.rows_of = rows_of_weights([*offered])

@@ -104,7 +104,7 @@ class PromptLookup(BudgetedDrafter):
         return tree, np.cumprod(self._rates[self._matched : self._matched + len(tree)])
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
-        """Update the rates, also for candidates that were not drafted: the answer shows if the model accepts them."""
+        """Update the rates, also for candidates that were not drafted: the answer shows whether they are right."""
         super().observe(accepted, verified)
         compared = min(len(self._chain), len(accepted.tokens))
         agrees = self._chain[:compared] == accepted.tokens[:compared]

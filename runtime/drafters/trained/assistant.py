@@ -68,10 +68,7 @@ class AssistantModule:
 
     @torch.inference_mode()
     def start(self, hidden: torch.Tensor, tokens: list[int]) -> Callable[[], Ranked]:
-        """Start to draft after accepted tokens; return a function that waits for the rankings.
-
-        It returns ``NO_RANKING`` if the slot that holds the conversation is unknown.
-        """
+        """Start to draft; return a function that waits for the rankings (``NO_RANKING`` if the slot is unknown)."""
         self._length += len(tokens)
         slot = self._slot
         if slot is None or slot.tokens is not self._tokens or slot.length != self._length:

@@ -262,10 +262,7 @@ def without_norm(embedding: Any) -> Any:
 def _described(
     model: Any, published: PublishedDrafter, target: Target
 ) -> tuple[ModelParts[nn.Module], list[AttentionWindow]]:
-    """Move a drafter's model to the target's device; return its parts, and the window of each layer.
-
-    Raise HeadsError if no engine can compute the layers.
-    """
+    """Move a model to the target's device; return its parts and each layer's window. Raise HeadsError if unknown."""
     model.to(target.device, target.dtype).requires_grad_(False).eval()
     layers = layers_of(model.layers, replace(target.program_support, families={FAMILY_NAME: FAMILY}))
     parts = ModelParts(

@@ -178,7 +178,7 @@ class ModulePasses(ReadingPasses):
         self.depth, self.rankings = depth, rankings_for(depth)
 
     def _with_paths(self, first: TopTokens, extend: Extend) -> TopTokens:
-        """Return the ``first`` ranking and, with passes within reading, the rankings after the best paths below it."""
+        """Return the ``first`` ranking and, if ``depth`` is not 0, the rankings after the best paths below it."""
         return rank_best_paths(first, self.depth, extend) if self.depth else first
 
     def _cache_rows(self, tokens: torch.Tensor, hidden: torch.Tensor, places: torch.Tensor, extent: int) -> None:

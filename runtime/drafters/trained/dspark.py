@@ -17,8 +17,8 @@ from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, TOKENS_PER_RA
 from hdtool.runtime.drafters.trained.sequential import ROWS_PER_PASS
 
 VANILLA, GATED, RNN = MARKOV_KINDS = "vanilla", "gated", "rnn"
-"""Kinds of Markov heads: the bias depends on the token before, also on the position's hidden state, or on all tokens of
-the path."""
+"""Kinds of Markov heads: the bias depends on the token before; on this token and the position's hidden state; or on all
+tokens of the path and that state."""
 MAX_POSITIONS = 1 + (MAX_RANKINGS - 1) // ROWS_PER_PASS
 """Maximum number of positions of a block for which tokens are ranked."""
 

@@ -129,7 +129,7 @@ Follow = Callable[[Verified], None]
 class TrainedProposer:
     """A drafter that was trained for its target; it drafts alone or as one of the sources of a tree.
 
-    Its module reads accepted tokens, and it learns how often the module's tokens are accepted.
+    Its module reads accepted tokens, and the drafter learns how often the module's tokens are accepted.
     """
 
     starts_before_learning = False
@@ -147,8 +147,8 @@ class TrainedProposer:
     ) -> None:
         """``columns`` selects the hidden states to read; see ``Target.watch_hidden``. ``follow`` is called after steps.
 
-        With a ``gate``, the drafter runs only while it saves time; by default, it runs in every step. An estimate of
-        the time of the drafter's passes, ``relative_cost`` times that of the target's, delays the first trial.
+        With a ``gate``, the drafter runs only while it saves time; by default, it runs in every step. ``relative_cost``
+        is the expected cost of a drafter's pass in passes of the target; a higher one delays the first trial.
         """
         self.seconds = 0.0
         """Seconds spent in passes of the drafter."""
