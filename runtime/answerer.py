@@ -108,7 +108,7 @@ class Answerer:
         return self._grammars.guide(prompt.grammar) if prompt.grammar else None
 
     def _encode_checked(self, prompt: Prompt, messages: Sequence[Message]) -> list[int]:
-        """Encode messages; raise PromptError if they leave no room for an answer."""
+        """Return the token ids of messages; raise PromptError if they leave no room for an answer."""
         ids = encode_conversation(self.loaded.tokenizer, messages, chat=self._chat, tools=prompt.tools)
         room_for(self.loaded.target, ids, self.decoding.max_new_tokens)
         return ids

@@ -31,7 +31,7 @@ class Dialogue:
         self._later = iter(prompt.later_turns)
 
     def add_answer(self, text: str) -> bool:
-        """Append an answer and the next user turn to the messages; if no turn is left, return False instead."""
+        """Clear the prediction, and append an answer and the next user turn; return False if no turn is left."""
         self.prediction = ""
         turn = next(self._later, None)
         if turn is None:

@@ -217,9 +217,9 @@ def _quick_contexts(target: Target, batch: int = 1) -> tuple[int, ...]:
 
 
 def _quick_milliseconds(target: Target, contexts: Sequence[int], batch: int) -> tuple[tuple[float, ...], ...]:
-    """Time passes of several sizes after the first context and of fewer after longer ones, and interpolate the rest.
+    """Return milliseconds by context and tree size: timed for some sizes, fewer after long contexts, else interpolated.
 
-    The time that a longer context adds grows with the size, so it is extrapolated beyond the largest size timed.
+    The time that a long context adds grows with the tree, so it is extrapolated beyond the largest size timed.
     """
     with progress_bar(len(contexts), "contexts timed", is_left=False) as progress:
         is_slow = time_tree_passes(target, (0,), _is_once, batch=batch).max() > SLOW_SECONDS

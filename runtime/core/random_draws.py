@@ -286,7 +286,7 @@ def winner_among_any(position: Any, scores: Any, draws: Any) -> Any:
 
 @compiled
 def _draw_by_temperature(position: Any, scores: Any, max_score: Any, draws: Any) -> Any:
-    """Draw with a temperature only; weights are computed block by block and not stored."""
+    """Return the token drawn with a temperature only; weights are computed block by block and not stored."""
     start, winner, earliest = stream_start(draws.seed, position), -1, np.inf
     weights = np.empty(RACE_BLOCK, np.float32)
     for first in range(0, len(scores), RACE_BLOCK):
@@ -300,7 +300,7 @@ def _draw_by_temperature(position: Any, scores: Any, max_score: Any, draws: Any)
 
 @compiled
 def _draw_from_all(position: Any, scores: Any, max_score: Any, among: Any, draws: Any) -> Any:
-    """Draw with top-p or min-p, or only from the tokens in ``among``."""
+    """Return the token drawn with top-p or min-p, or only from the tokens in ``among``."""
     padded = np.empty(-(-len(scores) // LANES) * LANES, np.float32)
     weights = padded[: len(scores)]
     for token in range(len(scores)):
@@ -343,7 +343,7 @@ def _nucleus(total: Any, draws: Any) -> Any:
 
 @compiled
 def _draw_from_top(position: Any, scores: Any, max_score: Any, among: Any, draws: Any) -> Any:
-    """Draw with top-k for a small k."""
+    """Return the token drawn with top-k for a small k, and with the other options."""
     top_k = draws.top_k
     top, values = np.empty((1, top_k + 1), np.int64), np.empty((1, top_k + 1), np.float32)
     # A new empty array, as compiled code would take the global one of ``topk.py`` as a constant of another type.

@@ -264,7 +264,7 @@ class Sampler:
         return self.processed(logits, self._processors)
 
     def processed(self, logits: torch.Tensor, processors: Sequence[LogitsProcessor]) -> torch.Tensor:
-        """Return one row of logits with ``processors`` applied, given the context so far."""
+        """Return one row of logits with ``processors`` applied in float32, or the row itself if there are none."""
         if not processors:
             return logits
         ids, scores = self.ids(logits.device), logits[None].to(torch.float32, copy=True)

@@ -30,11 +30,7 @@ Outcome = tuple[Request[Key], Step | HdtoolError]
 
 
 class Session(Generic[Key]):
-    """Answers the requests that are submitted, as many at once as a cache has slots.
-
-    Each call of ``advance`` locks the engine. It raises ModelError if another thread uses the engine, or if another
-    session has begun to use the cache while answers of this one were running.
-    """
+    """Answers the requests that are submitted, as many at once as a cache has slots."""
 
     def __init__(
         self,
@@ -107,7 +103,11 @@ class Session(Generic[Key]):
             self.end()
 
     def advance(self) -> list[Outcome[Key]]:
-        """Run or finish one step of all running answers, or prefill a prompt or a piece of it; return the outcomes."""
+        """Run or finish one step of all running answers, or prefill a prompt or a piece of it; return the outcomes.
+
+        Raise ModelError if another thread uses the engine, which is locked meanwhile, or if another session has begun
+        to use the cache while answers of this one were running.
+        """
         if not self._engine.busy.acquire(blocking=False):
             raise ModelError("two threads use one model at once: let them take turns, or load the model for each")
         try:
@@ -159,7 +159,7 @@ class Session(Generic[Key]):
         return bool(self._waiting or self._prefilling)
 
     def _prefill(self) -> list[Outcome[Key]]:
-        """Prefill the next prompt or a piece of it; an error ends only this request."""
+        """Prefill the next prompt or a piece of it; return the outcome, if any. An error ends only this request."""
         self._is_step_due = self._in_pieces
         request = self._prefilling[0].request if self._prefilling else self._waiting.popleft()
         try:
@@ -185,7 +185,7 @@ class Session(Generic[Key]):
         return self._prefilling
 
     def _join(self, state: SequenceState[Key], read_into: int, verified: Verified) -> Step | HdtoolError:
-        """Accept the first token after a prefilled prompt; unless it ends the answer, the answer takes a slot."""
+        """Return the first step after a prefilled prompt, or an error; if the answer goes on, it takes a slot."""
         slot = len(self._running)
         if read_into != slot:  # answers have ended since the prefill began
             self._overwrite(slot, by=read_into)
@@ -208,7 +208,7 @@ class Session(Generic[Key]):
         return self._finish(self._launch()) if self._running else []
 
     def _launch(self) -> WaitForResults:
-        """Draft for all answers and start the pass that verifies the trees."""
+        """Draft for all answers, and start the pass that verifies the trees; return a function that waits for it."""
         trees = self._fit_trees(draft_trees(self._running))
         return self._engine.launch(self._cache, trees, [state.options for state in self._running])
 
@@ -222,7 +222,7 @@ class Session(Generic[Key]):
         return fitted
 
     def _finish(self, launched: WaitForResults) -> list[Outcome[Key]]:
-        """Wait for the launched pass, accept tokens according to its logits, and free the slots of answers that end."""
+        """Wait for the launched pass, accept tokens and free the slots of answers that end; return the outcomes."""
         results, self._launched = launched(), None
         outcomes: list[Outcome[Key]] = [
             (state.request, self._conclude(slot, state, verified))

@@ -93,7 +93,7 @@ class HistoryRing:
         log["size"], log["chains"] = self.size, self.chains
 
     def recover(self, end: int) -> None:
-        """Unlink the positions that a killed writer left after the committed end."""
+        """Unlink the positions that a killed writer left after the committed end, and reset the header to this end."""
         if end < (reserved := int(self._header[0])) <= end + self.size:
             unlink(self._log, end, reserved)
         self._header[0] = end
@@ -322,7 +322,7 @@ def delete_rebuild_leftovers(folder: Path) -> None:
 
 
 def open_files(folder: Path, *, writable: bool = True) -> OpenFiles:
-    """Open the files that the manifest names, retrying if the manifest is replaced meanwhile."""
+    """Open the files that the manifest names, retrying if it is replaced meanwhile; raise StoreError if that fails."""
     for _ in range(OPEN_ATTEMPTS):
         # Take the stamp before reading the manifest: if the manifest is replaced in between, the next append reopens
         # the files. In the other order, appends would go to files that are no longer read.

@@ -188,7 +188,7 @@ class HistoryStore(Uncopyable):
                 yield each, tokens
 
     def _append(self, ids: Ints, count: int, source: str) -> None:
-        """Append the last ``count`` tokens as an answer."""
+        """Append the last ``count`` of ``ids`` as an answer; raise StoreError if the store keeps being replaced."""
         for _ in range(APPEND_ATTEMPTS):
             with self._open.records.writing() as transaction:
                 if is_current := self._is_current():

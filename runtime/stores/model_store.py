@@ -205,7 +205,7 @@ def look_up(memory: Ints, tail: Ints) -> Ints:
 def entry_of(slots: Ints, keys: Ints, rows: int, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
     """Find a prefix by its hash.
 
-    Return ``(start, stop, total, distinct)``; all are 0 if there is no entry. The rows from ``start`` to ``stop``, at
+    Return ``(start, stop, total, distinct)``; all are 0 without a valid entry. The rows from ``start`` to ``stop``, at
     most ``MAX_ROWS_READ``, hold the next tokens; ``StoreEntry`` describes ``total`` and ``distinct``. ``rows`` is the
     number of rows in the store.
     """
@@ -321,7 +321,7 @@ class ModelRecord:
     """A record opened for reading; see the module docstring for its format."""
 
     def __init__(self, path: Path, end: int) -> None:
-        """``end`` is the size of the vocabulary, which is also the id of the end token."""
+        """``end`` is the size of the vocabulary, and the id of the end token. Raise StoreError if LMDB fails."""
         self.path = path
         self.end = end
         self._width = _width(end)
@@ -356,7 +356,7 @@ class ModelRecord:
         return record
 
     def documents(self) -> Iterator[Tokens]:
-        """Yield the tokens of each document, in input order."""
+        """Yield the tokens of each document, in input order; raise StoreError at damaged ones."""
         for _, value in self._entries(_start(DOCUMENT_KIND, [])):
             ids = np.frombuffer(value, self._width)
             if ids.max(initial=0) >= self.end:
@@ -391,7 +391,7 @@ class ModelRecord:
         )
 
     def _entries(self, start: bytes) -> Iterator[tuple[bytes, Any]]:
-        """Yield each key that begins with ``start``, and its unpacked value."""
+        """Yield each key that begins with ``start``, and its unpacked value; raise StoreError for a damaged file."""
         try:
             with self._environment.begin() as transaction:
                 cursor = transaction.cursor()
@@ -445,7 +445,7 @@ class RecordWriter:
 
 @contextmanager
 def writing(path: Path, end: int, value_bytes: int, entries: int) -> Iterator[RecordWriter]:
-    """Open an empty file for writing a record, and yield the writer.
+    """Open an empty file for writing a record, and yield the writer; convert LMDB's errors to OSError.
 
     The record must not exceed ``entries`` entries or ``value_bytes`` bytes of values.
     """

@@ -76,9 +76,9 @@ class StoreSet:
         model: Checkpoint | None = None,
         identified: bool = False,
     ) -> StoreSet:
-        """Open the stores that ``config`` names, else those in hdtool's home.
+        """Open the stores that ``config`` names, else those that ``model_store_for`` and ``corpus_index_for`` find.
 
-        A model store in hdtool's home is used only if it belongs to ``model``. With ``identified``, the fingerprint of
+        Print a note if a model store belongs to another model than ``model``. With ``identified``, the fingerprint of
         the tokenizer is computed even if no store is opened. Raises StoreError if a store has another tokenizer.
         """
         model_db = config.model_db if "M" in databases else NO_STORE
@@ -104,7 +104,7 @@ class StoreSet:
         """Open the tenant's history store in the folder ``named``; ``HOME`` means hdtool's home.
 
         A missing store is created if ``created`` is set or ``read_only`` is not. ``weights`` returns the fingerprint of
-        the model's weights, which identifies a model without a checkpoint.
+        the model's weights, which identifies a model without a checkpoint. Raise OptionError without a tokenizer.
         """
         if not self.tokenizer:
             raise OptionError(f"--history {named} needs the tokenizer: open the stores for a tokenizer first")

@@ -185,7 +185,7 @@ def find_boundary(shards: Shards, shard: int, tail: Ints, length: int, low: Int,
 def _between_sampled(
     shards: Shards, shard: int, tail: Ints, length: int, low: Int, high: Int, past: bool
 ) -> tuple[Int, Int]:
-    """Narrow the search for a boundary to the suffixes between two sampled prefixes."""
+    """Narrow a search for a boundary to the suffixes between two sampled prefixes; return the new bounds."""
     first = (low + PREFIX_EVERY - 1) // PREFIX_EVERY
     last = (high + PREFIX_EVERY - 1) // PREFIX_EVERY
     left, right = first, last

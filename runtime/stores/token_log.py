@@ -372,7 +372,7 @@ def follow_chain(
 def matches(memory: Ints, tail: Ints) -> tuple[Ints, Ints]:
     """Find where the end of ``tail`` occurs in a log, latest first, and return ``(positions, lengths)``.
 
-    These are the position just after each occurrence, and the number of tokens that match before it.
+    A position is the one just after an occurrence, and its length the number of tokens that match before it.
     """
     matched_positions, lengths = np.empty(MAX_MATCHES, np.int64), np.empty(MAX_MATCHES, np.int64)
     if len(tail) < CHAIN_KEY_TOKENS:

@@ -36,7 +36,7 @@ def refuse_by_file(config: ModelConfig) -> None:
 
 
 def refuse_by_settings(config: ModelConfig, settings: Any) -> None:
-    """Raise an ``OptionError`` if the model's configuration rules out int8 activations."""
+    """Raise an ``OptionError`` unless the model's weights are quantized and its layers may be compiled."""
     from hdtool.runtime.engines.cpu.compiled_support import may_be_compiled
 
     packed = config.quantization or gguf_file(config) or library_of(settings) in (TORCHAO, MXFP4)

@@ -282,7 +282,7 @@ def _on_one_device(config: ModelConfig, settings: Any, device: torch.device) -> 
 
 
 def load_tokenizer(config: ModelConfig, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer without the model."""
+    """Load a model's tokenizer without the model; raise ModelError if that fails."""
     collect_garbage_again()  # the largest imports are done
     place = place_of(config, revision=revision)
     try:
@@ -321,7 +321,7 @@ def ends_of(ends: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase
 
 
 def load_settings(config: ModelConfig) -> Any:
-    """Load a model's configuration without the model."""
+    """Load a model's configuration without the model; raise ModelError if that fails."""
     place, trust = place_of(config, CONFIG_FILES), config.trust_remote_code
 
     def read() -> Any:
@@ -341,7 +341,7 @@ def load_settings(config: ModelConfig) -> Any:
 
 
 def _weights(config: ModelConfig, settings: Any, device: torch.device, **placement: Any) -> Any:
-    """Load a model with transformers."""
+    """Load a model with transformers; raise an ``HdtoolError`` if that fails."""
     use_planless_attention(device)
     name, dtype = config.name, pick_dtype(config.dtype, device)
     options = {**placement, "dtype": dtype, "trust_remote_code": config.trust_remote_code, **attention_options(config)}

@@ -126,7 +126,7 @@ class Target(BackendEngine):
         self._use([backend for backend in (self.captured, self.compiled) if backend], stock)
 
     def compile(self, *, proved: bool = False) -> bool:
-        """Compute passes in compiled code from now on, if it supports the model and gives the same results.
+        """Compute passes in compiled code if it supports the model with the same results; return whether it does.
 
         With ``proved``, results aren't compared, because an earlier process has compared them.
         """

@@ -52,7 +52,10 @@ STAND_IN = (
 
 
 def write_configuration(file: GGUFFile, folder: Path) -> None:
-    """Write the configuration, generation settings, tokenizer and chat template of a GGUF file to a folder."""
+    """Write a GGUF file's configuration, generation settings, tokenizer and chat template to a folder.
+
+    Raise a ``ModelError`` if transformers cannot read them.
+    """
     from transformers import GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -57,7 +57,7 @@ class _Childless:
 
 
 def _parameter_names(model: Any, processor: Any) -> dict[str, str]:
-    """Return a model's parameter names by the name of the GGUF tensor."""
+    """Return a model's parameter names, keyed by the names of GGUF tensors."""
     names: dict[str, str] = library.get_gguf_hf_weights_map(_Childless(model), processor)
     prefix, settings = model.base_model_prefix, model.config
     base = getattr(model, prefix, None)

@@ -187,7 +187,7 @@ def _with_configuration(name: str, revision: str | None) -> Path:
 
 
 def _download_weights(name: str, folder: Path) -> None:
-    """Download the weights of a snapshot's commit into the snapshot's folder."""
+    """Download the weights of a snapshot's commit into the snapshot's folder; raise ModelError if it has none."""
     from huggingface_hub import snapshot_download
 
     commit = folder.name

@@ -77,7 +77,7 @@ def quantized_store(folder: Path) -> WeightStore:
 
 
 def _write(model: Any, name: str, scheme: str, folder: Path) -> _Quantized:
-    """Quantize a model and write it to a folder; print a note if some matrices cannot be quantized."""
+    """Quantize a model, write it to a folder and return it; print a note if some matrices cannot be quantized."""
     quantized = _quantized_weights(model, SCHEMES[scheme], WeightCheck(name))
     if kept := quantized.kept:
         total = len(kept) + len(quantized.kinds)
@@ -107,7 +107,7 @@ class _Quantized(NamedTuple):
 
 
 def _quantized_weights(model: Any, format: BlockFormat, check: WeightCheck) -> _Quantized:
-    """Check and quantize a model's weights; each is freed once it is quantized, to save memory."""
+    """Return a model's weights, checked and quantized; each is freed once it is quantized, to save memory."""
     arrange_experts(model)
     tables = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
     matrices, fitting = set[int](), set[int]()

@@ -333,7 +333,7 @@ class MtpHeads(Heads):
     def along(
         self, hidden: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
-        """Run ``config.heads`` steps, each on the previous step's hidden states.
+        """Return the states of ``config.heads`` steps, each of which reads the previous step's hidden states.
 
         This simulates drafting during training, as EAGLE-3 (2025) does.
         """

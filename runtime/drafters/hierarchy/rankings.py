@@ -142,7 +142,7 @@ def _find_single(at: int, node: int) -> int:
 
 
 def _weigh_recycled(at: int, node: int, order: int, first: int, left: float) -> float:
-    """Add to the candidates the latest ranking that the target gave after the node's last ``order`` tokens."""
+    """Add the target's latest ranking after the node's last ``order`` tokens; return the probability that is left."""
     work, table = work_at(at), _recycled_at(at)
     row = kept_row(table, work.tails[node, MAX_MATCH_TOKENS - 1], work.suffix_hashes[order], order)
     if row < 0:

@@ -194,7 +194,7 @@ def _given(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config_of(settings: dict[str, Any]) -> Any:
-    """Return a configuration of transformers' DFlash model."""
+    """Return a configuration of transformers' DFlash model; raise an error if settings are missing or unknown."""
     from transformers import CONFIG_MAPPING, MuseGlimmerAssistantConfig
 
     if (kind := settings["model_type"]) not in CONFIG_MAPPING:

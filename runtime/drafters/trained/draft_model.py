@@ -187,7 +187,7 @@ class DraftModel:
         return self._limit is not None and len(self._context) + self._drafted > self._limit
 
     def _verified(self, tree: DraftTree, path: Sequence[int]) -> torch.Tensor:
-        """Read a chain of tokens into the cache; return the logits after the last token."""
+        """Read a chain of tokens into the cache, and commit its ``path``; return the logits after the last token."""
         (verified,) = self._model.verify(self._cache, [tree])
         logits = verified.logits[-1:]
         self._model.commit(self._cache, 0, range(len(path)))

@@ -111,7 +111,7 @@ class ReadingPasses:
         return results
 
     def _with_unread(self, hidden: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
-        """Prepend accepted positions that must be read again, if there are any, to new ones."""
+        """Return new accepted positions, preceded by those that must be read again, if there are any."""
         return hidden, tokens
 
     def _words(self, tokens: list[int], size: int) -> list[int]:

@@ -238,7 +238,7 @@ class BlockDrafter(TrainedProposer):
 
     @torch.inference_mode()
     def begin_draft(self) -> bool:
-        """Begin a step that drafts, and start the pass that ``propose`` waits for, if this drafter runs."""
+        """Begin a step that drafts; if this drafter should run, start the pass for ``propose`` and return True."""
         if runs := super().begin_draft():
             started = time.perf_counter()
             self._results = self._module.start(*self._take())
