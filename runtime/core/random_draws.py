@@ -380,7 +380,7 @@ def _indices_to_tokens(indices: Any, among: Any) -> None:
 def allowed_scores(address: int, vocabulary: int, bits: Any, tokens: Any, scores: Any) -> int:
     """Write to ``tokens`` all tokens whose bit in ``bits`` is set, and to ``scores`` their scores; return their number.
 
-    ``address`` is that of the vocabulary's scores in float32. Return -1 if the highest of these scores is not finite.
+    ``address`` is that of all tokens' scores in float32. Return -1 if the highest of all scores is not finite.
     """
     row = array_at(address, vocabulary, np.float32)
     if not argmax_of(row.view(np.int32), INFINITY_BITS)[1]:

@@ -350,9 +350,8 @@ class _GrowingIds:
 def processors_of(config: SamplingConfig) -> LogitsProcessorList:
     """Return the processors for the options in ``config`` alone, in the order in which ``generate`` applies them.
 
-    An option that is None adds no processor.
-
-    ``runtime/answer_plan.py`` makes the processors of ``generate``, which include the model's own settings.
+    An option that is None adds no processor. ``runtime/answer_plan.py`` makes the processors of ``generate``, which
+    include the model's own settings.
     """
     chosen = LogitsProcessorList()
     if config.repetition_penalty not in (None, 1.0):

@@ -274,7 +274,7 @@ def _files(folder: str) -> Iterator[str]:
 
 
 def _lean_initialization(module: Any) -> None:
-    """Skip random initialization of meta tensors, because it would make torch load the compiler."""
+    """Skip normal initialization of meta tensors, because it would make torch load the compiler."""
     original = getattr(module, "_no_grad_normal_", None)
     if original is None:
         return

@@ -64,7 +64,7 @@ ALIASES = {FULL: (HYBRID, INDEXED), SLIDING: (HYBRID_SLIDING,)}
 
 
 def windows_of(config: Any) -> list[AttentionWindow]:
-    """Return the attention windows that a model's configuration describes."""
+    """Return the attention windows that a model's configuration describes, or a full one if it describes none."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if not kinds:

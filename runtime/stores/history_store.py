@@ -150,7 +150,7 @@ class HistoryStore(Uncopyable):
             return not self.fault
 
     def keep(self, wanted: Callable[[StoredConversation], bool]) -> list[StoredConversation]:
-        """Remove and return the conversations that ``wanted`` rejects.
+        """Remove and return the conversations that ``wanted`` rejects; raise StoreError if the store cannot be rebuilt.
 
         The files are rebuilt, so that they no longer contain dropped tokens. No other process appends between the calls
         of ``wanted`` and the rebuild.
@@ -254,7 +254,7 @@ class HistoryStore(Uncopyable):
     def _remove_oldest(self, transaction: Any, below: int) -> bool:
         """Remove conversations that start before position ``below``, and the oldest ones if the store has too many.
 
-        Return True if any were removed.
+        More are removed than needed, to do so less often. Return True if any were removed.
         """
         size, path = self._open.ring.size, self._open.records.path
         # The limit is that of the full-size ring, even while the ring is smaller.

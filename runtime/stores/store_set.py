@@ -103,8 +103,8 @@ class StoreSet:
     ) -> HistoryStore:
         """Open the tenant's history store in the folder ``named``; ``HOME`` means hdtool's home.
 
-        A missing store is created if ``created`` is set or ``read_only`` is not. ``weights`` returns the fingerprint of
-        the model's weights, which identifies a model without a checkpoint. Raise OptionError without a tokenizer.
+        A missing store is created if ``created`` is set or ``read_only`` is not. ``weights`` returns a fingerprint that
+        identifies a model without a checkpoint. Raise OptionError without a tokenizer, StoreError for an unfit store.
         """
         if not self.tokenizer:
             raise OptionError(f"--history {named} needs the tokenizer: open the stores for a tokenizer first")

@@ -34,8 +34,7 @@ def choose_threads(target: Target, wanted: int | None = None, record: CachedValu
 
     Compiled passes are timed with all threads, half of them, and so on, until fewer are slower. With a ``record``,
     processes reuse the result for 24 hours. While another process compiles the drafter, times would mislead, so all
-    threads but one are used. Without compiled passes, at most as many threads are used as the
-    container's CPU quota allows.
+    threads but one are used. Without compiled passes, the container's CPU quota limits the number of threads.
     """
     if wanted is not None:
         torch.set_num_threads(wanted)

@@ -77,7 +77,7 @@ class SavedHeads:
     training: dict[str, Any]
 
     def save(self, folder: Path) -> None:
-        """Write the weights, then the settings, so that a folder that contains settings is complete."""
+        """Write the weights, then the settings, which mark the folder as complete; raise HeadsError if that fails."""
         from safetensors.torch import save
 
         settings = {

@@ -92,7 +92,7 @@ class LogitRecords(Uncopyable):
             self.recycled.begin_with(self._known, alone=not self._uses_recycled)
 
     def observe(self, accepted: Accepted, verified: Verified, nodes: RankedNodes | None) -> None:
-        """Read the logits of the root and each node; if ``nodes`` is None, only those after the last accepted token."""
+        """Store the rankings that sources read: after the last accepted token and, if given, after all ``nodes``."""
         if not len(verified):
             return
         if self.uses_last:

@@ -148,7 +148,7 @@ def layers_read(target: Target) -> dict[str, int]:
 
 
 def load_assistant(published: PublishedDrafter, target: Target) -> Any:
-    """Load a Gemma 4 assistant; raise HeadsError or FamilyError if it does not fit the target."""
+    """Load a Gemma 4 assistant; raise HeadsError or FamilyError if it cannot be loaded or does not fit the target."""
     from transformers import AutoModelForCausalLM
 
     model = published.pretrained(AutoModelForCausalLM)

@@ -122,7 +122,10 @@ class DraftModel:
 
     @torch.inference_mode()
     def start(self, hidden: torch.Tensor, tokens: list[int]) -> Callable[[], Ranked]:
-        """Start to read accepted tokens and ``depth`` drafted ones; return a function that waits for the rankings."""
+        """Start to read accepted tokens and ``depth`` drafted ones; return a function that waits for the rankings.
+
+        It returns ``NO_RANKING`` if the context is full or no step was captured.
+        """
         self._drafted = self.depth
         kept, captured = self._resumed(tokens), self._model.captured
         if self._is_full() or captured is None or captured.proven is None:

@@ -149,7 +149,7 @@ def layers_of(settings: dict[str, Any], number: int) -> list[int]:
 def load_eagle3(published: PublishedDrafter, target: Target) -> tuple[Eagle3, list[int]]:
     """Load an EAGLE-3 drafter; return it and the indices of the target's layers that it reads.
 
-    Raise HeadsError if the drafter does not fit the target.
+    Raise HeadsError if the drafter cannot be loaded or does not fit the target.
     """
     settings, tensors = published.settings, published.tensors()
     target_width = int(target.config.hidden_size)

@@ -194,7 +194,7 @@ def _kind_of_layer(kinds: list[str]) -> str:
 
 
 def mtp_layers_of(model: PreTrainedModel) -> int:
-    """Return how many MTP layers the checkpoint of a model has."""
+    """Return how many MTP layers the checkpoint of a model has; 0 if its files are not on this machine."""
     config = model.config.get_text_config(decoder=True)
     layer_counts = [getattr(config, name, None) or getattr(model.config, name, None) for name in LAYER_COUNT_FIELDS]
     configured = next((number for number in layer_counts if isinstance(number, int)), 0)

@@ -350,12 +350,10 @@ class SequentialDrafter(TrainedProposer):
         return rows
 
     def _choose_extensions(self, first: int, rows: int, max_nodes: int) -> Array:
-        """Choose which of the tokens ranked in rows ``first`` to ``rows - 1`` to extend.
+        """Choose which of the tokens ranked in rows ``first`` to ``rows - 1`` to extend, at most ``width``.
 
-        Return the flat indices of the chosen tokens in these rankings, best first.
-
-        A token outside of the ``max_nodes`` best nodes so far is not extended: its continuations are even less
-        probable.
+        Return the flat indices of the chosen tokens in these rankings, best first. A token outside of the ``max_nodes``
+        best nodes so far is not extended: its continuations are even less probable. A gate may choose fewer.
         """
         nodes = (self._path_probs[:rows, None] * self._probs[:rows]).ravel()
         bar = np.partition(nodes, -max_nodes)[-max_nodes] if len(nodes) > max_nodes else 0.0
