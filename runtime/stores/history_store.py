@@ -204,7 +204,7 @@ class HistoryStore(Uncopyable):
         )
 
     def _fitting(self, ids: Ints, count: int) -> tuple[Ints, Ints]:
-        """Return the tokens before an answer and the answer's ``count`` tokens, or the last ones if there are too many.
+        """Return the last tokens before an answer and the answer's ``count`` tokens, or the last of these if too many.
 
         An answer takes at most half of the ring at its full size.
         """

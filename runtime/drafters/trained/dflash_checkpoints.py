@@ -89,7 +89,7 @@ class DFlashModel:
 
 
 def load_dflash(published: PublishedDrafter, target: Target) -> DFlashModel:
-    """Load a drafter; raise HeadsError if it does not fit the target, FamilyError if transformers is too old."""
+    """Load a drafter; raise HeadsError if damaged or unfit for the target, FamilyError if transformers is too old."""
     try:
         from transformers import CONFIG_MAPPING, MuseGlimmerAssistantModel
     except ImportError:
