@@ -132,7 +132,7 @@ def _adjust(at: int, node: int, left: float) -> None:
 
 @compiled
 def grow(at: int, max_nodes: int) -> int:
-    """Grow the expected chain, then the most probable nodes; return the number of nodes, at most ``max_nodes``."""
+    """Grow a tree of the expected chain, then of the most probable nodes; return its size, at most ``max_nodes``."""
     work = work_at(at)
     start_clock(work)
     work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0
