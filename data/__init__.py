@@ -1,4 +1,4 @@
-"""Readers and writers of files: prompts, conversations, records, stores, results, and the demo's data.
+"""Files that hdtool reads and writes (prompts, conversations, stores, results, the demo), its home, and its errors.
 
-Imports no other package of hdtool, and imports heavy libraries only inside functions.
+Imports no other package of hdtool, and imports heavy libraries, such as torch, only inside functions.
 """

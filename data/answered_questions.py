@@ -1,8 +1,8 @@
 """Read and write the answers to a benchmark's questions as rows in Spec-Bench's format.
 
 Spec-Bench's scripts read ``choices[0]``: the texts of all turns and, with one number per turn, ``decoding_steps``,
-``new_tokens`` and ``wall_time``. ``accept_lengths`` holds the number of tokens that each step of all turns yielded.
-hdtool adds the other keys.
+``new_tokens`` and ``wall_time``. ``accept_lengths`` has one number per step, over all turns: the tokens that the step
+yielded. hdtool adds ``output_ids``, ``seconds_rounds``, ``HDTOOL_TURN_KEYS`` and ``LATER_TURN_KEYS``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class AnsweredQuestion(Answers):
     category: str
     turns: tuple[AnsweredTurn, ...]
     seconds_rounds: tuple[tuple[float, ...], ...] = ()
-    """Seconds that each turn took, by measurement round. ``turns`` holds the answers of one of these rounds."""
+    """For each measurement round, the seconds of each turn. ``turns`` holds the answers of one of these rounds."""
 
     def to_json(self, model_id: str) -> dict[str, Any]:
         turns = self.turns
@@ -133,7 +133,7 @@ def first_choice(choices: Any) -> dict[str, Any]:
 
 
 def question_id(name: str) -> int | str:
-    """Convert an id to an int if it is a decimal number, as in Spec-Bench's question file."""
+    """Return a decimal number without leading zeros as an int, as in Spec-Bench's question file; any other id as is."""
     return int(name) if name.isdecimal() and str(int(name)) == name else name
 
 

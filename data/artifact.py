@@ -28,7 +28,7 @@ Make = Callable[[Path], dict[str, Any]]
 class Artifact:
     folder: Path
     kind: str
-    """Name of the folder in hdtool's home; what follows a hyphen distinguishes artifacts made in several ways."""
+    """Kind of the artifact. The part before a hyphen names the folder in hdtool's home that holds such artifacts."""
     versions: dict[str, Any]
     identity: str
     """Fingerprint, sizes and modification times of the sources."""
@@ -39,7 +39,7 @@ class Artifact:
 
     @classmethod
     def read(cls, folder: Path) -> Artifact | None:
-        """Return the artifact in a folder, or None if its manifest is missing or damaged."""
+        """Return the artifact in a folder, or None if the folder's manifest is missing or damaged."""
         with suppress(OSError, KeyError, TypeError):
             row = json_object(folder / MANIFEST)
             return cls(folder, sources=tuple(FileState(**state) for state in row.pop("sources")), **row)
@@ -55,9 +55,9 @@ class Artifact:
         self.manifest.write(json.dumps(row, indent=1))
 
     def remove(self) -> None:
-        """Delete the artifact's files, its manifest last, and then the folder if it is empty.
+        """Delete the artifact's files, the manifest last, and then the folder if nothing else is in it.
 
-        Raise a ``ModelError`` if another process holds the folder's lock, or if a file cannot be deleted.
+        Raises ModelError if another process holds the folder's lock, or if a file cannot be deleted.
         """
         busy = ModelError(f"another process writes {self.folder}: wait for it")
         with (
@@ -73,7 +73,7 @@ class Artifact:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the checkpoint in the sources, which identifies the checkpoint's stores."""
+        """Fingerprint of the checkpoint in the sources. The same fingerprint identifies that checkpoint's stores."""
         return str(self.details["fingerprint"])
 
     @property
@@ -81,7 +81,7 @@ class Artifact:
         return sum(size for size, _ in self.files.values())
 
     def kept(self) -> Artifact | None:
-        """Return the stored artifact if it is whole and of this kind, identity and versions; None otherwise."""
+        """Return the artifact in this folder, or None if a file has changed or kind, versions or identity differ."""
         kept, alike = Artifact.read(self.folder), (self.kind, self.versions, self.identity)
         with suppress(OSError, ValueError):
             if kept and (kept.kind, kept.versions, kept.identity) == alike:
@@ -91,7 +91,7 @@ class Artifact:
 
 
 def artifacts(kind: str) -> Iterator[Artifact]:
-    """Yield the artifacts of a kind in hdtool's home, and of all kinds that differ only after a hyphen."""
+    """Yield all artifacts in hdtool's home whose kind has the same part before a hyphen as ``kind``."""
     yield from filter(None, map(Artifact.read, sorted(artifacts_at_home(kind).glob("[!.]*"))))
 
 
@@ -105,12 +105,12 @@ def made_once(
     make: Make,
     check: Callable[[], object] = bool,
 ) -> Artifact:
-    """Return the artifact made from ``sources``; make it if it is missing, damaged or made from other content.
+    """Return the artifact made from ``sources``; make it if it is missing, damaged or of other content or versions.
 
     ``name`` begins the folder's name. ``fingerprint`` identifies the sources' content and may be computed from samples.
     ``activity`` names the work in messages, as in "reading model.gguf into". ``make`` writes the files to a folder and
     returns the artifact's details, including the checkpoint's ``fingerprint``. Before anything is written, ``check``
-    raises an error if the sources can't be used.
+    raises an error if the sources can't be used. A new artifact replaces those of its kind made from the last source.
     """
     states = tuple(map(FileState.of, sources))
     identity = " ".join([fingerprint, *(str(state.size_and_time) for state in states)])

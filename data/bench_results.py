@@ -74,7 +74,7 @@ class Results:
 
 
 def read_results(folder: Path) -> Results:
-    """Read the results stored in a folder. The run may be incomplete."""
+    """Read the results in a folder, even of an incomplete run. Raises ResultError if there are none or they are bad."""
     run = BenchRun.read(folder)
     if run is None:
         raise ResultError(f"{folder} holds no results: make some with hdtool bench --out {folder}")
@@ -109,7 +109,7 @@ def refuse_files_without_run(folder: Path, methods: Collection[str]) -> None:
 
 @contextmanager
 def locked_results(folder: Path) -> Iterator[None]:
-    """Create a results folder if necessary, and hold its lock. Raises ResultError if another process holds the lock."""
+    """Create and lock a results folder. Raises ResultError if it is already locked, or for an OSError in the block."""
     busy = ResultError(f"another bench is writing {folder}: wait for it, or choose another --out")
     advice = "answers in it are kept; make room or choose another --out, and run the command again"
     with os_errors_as(ResultError, f"{folder} cannot be written", advice):
@@ -122,7 +122,7 @@ class ResultFolder:
     """Writer of a benchmark's answers to a results folder that the caller has locked."""
 
     def __init__(self, folder: Path, run: BenchRun, ids: Sequence[int | str]) -> None:
-        """Start a run, or resume the folder's run, whose settings must match. ``ids`` has all question ids in order."""
+        """Start a run, or resume the folder's. Raises ResultError if its settings or ordered question ids differ."""
         self.folder = folder
         self.run = run
         self.answered = self._resume(ids)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LINE_END = "\n"
 Variables = Mapping[str, Any]
-"""Additional variables of a chat template, such as ``enable_thinking``."""
+"""Additional variables for a chat template, such as ``enable_thinking``."""
 NO_VARIABLES: Variables = {}
 RESERVED_VARIABLES = {"self", "messages", "conversations", "raise_exception", "strftime_now"}
 """Variable names that the user cannot set, in addition to the parameters of ``apply_chat_template``."""
@@ -27,7 +27,7 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def with_system(prompt: Prompt, text: str) -> Prompt:
-    """Return the prompt preceded by a system message. Raises PromptError if the prompt already has one."""
+    """Return the prompt preceded by a system message. Raises PromptError if the prompt already begins with one."""
     if prompt.messages[0]["role"] == "system":
         prompt_name = f"prompt {prompt.id}" if prompt.id else "the prompt"
         raise PromptError(f"{prompt_name} has a system message of its own: leave out --system, or remove that message")
@@ -42,10 +42,10 @@ def encode_conversation(
     tools: Sequence[dict[str, Any]] = (),
     variables: Variables = NO_VARIABLES,
 ) -> list[int]:
-    """Encode a prompt as token ids.
+    """Encode a prompt as token ids. Raises PromptError if it has none, or if the chat template refuses it.
 
     If ``chat`` is None, the tokenizer's chat template is used if there is one. Without a template, there must be a
-    single message whose text is the prompt. ``tools`` and ``variables`` are passed to the template.
+    single message, whose text is the prompt, and no tools. ``tools`` and ``variables`` are passed to the template.
     """
     return read_conversation(tokenizer, messages, chat=chat, tools=tools, variables=variables)[1]
 
@@ -85,7 +85,8 @@ def conversation_text(
 ) -> str:
     """Return the text of a prompt or, if ``answered`` is True, of a conversation whose last message is the answer.
 
-    Without ``chat``, a single message is returned unchanged, and several messages become one line each.
+    If ``chat`` is False, a single message is returned unchanged, and several messages are joined, each with a newline.
+    Raises PromptError if the text is not valid Unicode, or if the chat template is missing or refuses the messages.
     """
     for message in messages:
         if fault := lone_surrogate(message["content"]):
@@ -132,9 +133,9 @@ def encode_answer(
 def _rendered_answer(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str, prompt_text: str, variables: Variables
 ) -> str:
-    """Return the answer as the chat template renders it, with the characters that the template puts before it.
+    """Return the answer as the chat template renders it: stripped, and after the characters that precede an answer.
 
-    Returns the text unchanged if the template rejects or alters it.
+    Returns ``text`` unchanged if the template rejects or alters it, or renders the prompt differently before it.
     """
     try:
         answered = [*messages, {"role": "assistant", "content": text}]

@@ -1,7 +1,7 @@
-"""Parse conversations and messages in hdtool's own format and from OpenAI-style requests and responses.
+"""Conversations and their turns, and parsers for messages and for OpenAI-style requests and responses.
 
 A request has ``messages`` (chat), ``prompt`` (completions) or ``input`` (responses). A response has ``choices``,
-``output`` or ``content``, or is a list of streamed chunks. Headers, keys and other fields are ignored.
+``output`` or ``content``, or is a list of streamed chunks. Headers, API keys and other fields are ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RecordedRankings:
 
     @classmethod
     def of_json(cls, value: Any, positions: int) -> RecordedRankings:
-        """Parse rankings. Raises RowError if they are invalid or lack a row for any of the ``positions`` tokens."""
+        """Parse rankings. Raises RowError unless they are valid and have one row for each of ``positions`` tokens."""
         import numpy as np
 
         try:
@@ -89,7 +89,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Conversation, set of questions, request, answer or plain text, depending on ``kind``."""
+    """Conversation or request, questions, answers, or a plain text, depending on ``kind``."""
 
     turns: tuple[Turn, ...]
     id: str = ""
@@ -106,7 +106,10 @@ class Conversation:
 
     @property
     def answers(self) -> list[int]:
-        """Indices of the answers: turns with recorded tokens or, if none, assistant turns that follow another role."""
+        """Indices of the answers: turns with recorded tokens or, if none, assistant turns that follow another role.
+
+        Turns of the prompt count only if their tokens were recorded.
+        """
         if recorded := [index for index, turn in enumerate(self.turns) if turn.ids]:
             return recorded
         roles = [turn.role for turn in self.turns]
@@ -115,13 +118,13 @@ class Conversation:
 
     @property
     def new_turns(self) -> tuple[Turn, ...]:
-        """Turns that earlier requests of the same conversation did not contain."""
+        """Turns that earlier requests of this conversation did not contain: those after the prompt's last answer."""
         earlier = [index for index, turn in enumerate(self.turns[: self.prompted]) if turn.by_model]
         return self.turns[earlier[-1] + 1 if earlier else 0 :]
 
 
 def with_answers(questions: Conversation, answers: Conversation) -> Conversation:
-    """Combine questions or a request with their answers. Raises RowError if there are more answers than questions."""
+    """Combine a request or questions with their answers; unanswered questions are dropped, extra answers an error."""
     turns: Sequence[Turn] = (*questions.turns, *answers.turns)
     prompted = len(questions.turns)
     if questions.kind == QUESTIONS:
@@ -152,7 +155,7 @@ ITEM_ROLES = {"function_call": ASSISTANT, "custom_tool_call": ASSISTANT, "functi
 
 
 def message_turns(value: Any, name: str) -> list[Turn]:
-    """Parse the list of messages in the field ``name``. Raises RowError if ``value`` is not a list."""
+    """Parse ``value``, the messages in a field ``name``, skipping reasoning. Raises RowError if it is no such list."""
     messages = _as_list(value)
     if not isinstance(messages, list):
         raise RowError(f"`{name}` must be a list (found: {type(value).__name__})")
@@ -203,7 +206,7 @@ def message_text(message: dict[str, Any]) -> str:
 
 
 def content_text(content: Any) -> str:
-    """Return the text of a message's content (a string, null, or a list of parts), leaving out reasoning parts."""
+    """Return the text of a message's content (a string, null, or a list of parts) without reasoning and media parts."""
     if content is None:
         return ""
     if isinstance(content, list):
@@ -235,7 +238,7 @@ RESPONSE_KEYS = ("response", "response_body", "outputs", "output", "completion")
 BODY_KEYS = ("body", "json", "json_body")
 REQUEST_SYSTEM_KEYS = ("system", "instructions")
 SSE_PREFIX = "data:"
-"""Start of each line of a streamed response."""
+"""Prefix of the lines with data in a streamed response (server-sent events)."""
 
 
 def is_request(value: Any) -> bool:
@@ -290,7 +293,7 @@ def _request_messages(body: dict[str, Any]) -> list[Turn]:
 
 
 def answer_turns(response: Any) -> list[Turn]:
-    """Parse a response into the turns of the answer: none if the request failed or the response is empty."""
+    """Parse a response into the turns of the answer: none if the request failed or the response has no choices."""
     if isinstance(response, str):
         text = _streamed(response) if response.lstrip().startswith(SSE_PREFIX) else response
         return [Turn(ASSISTANT, text)]
@@ -312,14 +315,14 @@ def answer_turns(response: Any) -> list[Turn]:
 
 
 def _list_turns(parts: list[Any]) -> list[Turn]:
-    """Parse a list of streamed chunks, or of messages."""
+    """Parse a list of streamed chunks into one turn, or a list of messages into the model's turns among them."""
     if any(isinstance(part, dict) and ("choices" in part or "delta" in part) for part in parts):
         return [Turn(ASSISTANT, _joined(parts))]
     return [turn for turn in message_turns(parts, "output") if turn.by_model]
 
 
 def _choice_turns(choices: list[Any]) -> list[Turn]:
-    """Return a turn for the first choice that has text. Several choices are alternative answers to one prompt."""
+    """Return one turn for the choices, which are alternative answers: the first text, or "" if no choice has text."""
     texts = [_choice_text(choice) for choice in sorted(choices, key=_choice_index)]
     if not texts:
         return []

@@ -111,7 +111,7 @@ class ConversationReader:
         self.bytes_read = before + size
 
     def _located(self, row: FileRow, path: Path, source: int) -> LocatedConversation | None:
-        """Count a row, and return its conversation, or None if it cannot be used."""
+        """Return a row's conversation, or None if the row cannot be used. Either way, the row is counted."""
         where = f"{path}{row.location}"
         try:
             conversation = conversation_of(row.value)
@@ -125,7 +125,7 @@ class ConversationReader:
 
 
 ORIGIN_KEY = "converted_from"
-"""Key of the file and line that a conversation came from. ``convert`` recognises its own files by this key."""
+"""Key of the file and line that a conversation came from. ``convert`` recognizes its own files by this key."""
 
 
 def canonical(located: LocatedConversation) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class ConversationCounts:
 
 
 def write_canonical(reader: ConversationReader, file: OutputFile, progress: ProgressBar) -> ConversationCounts:
-    """Write all conversations in order and return their counts. The file appears only once it is complete."""
+    """Write all conversations in order and return their counts. Raises RecordError, writing no file, without any."""
     written = ConversationCounts()
     with file.replaced() as stream, compressed(stream, file.path) as lines:
         for located in reader.conversations():

@@ -67,7 +67,7 @@ def is_collected(row: dict[str, Any]) -> bool:
 
 
 def with_ids(turns: Sequence[Turn], row: dict[str, Any]) -> list[Turn]:
-    """Attach the token ids recorded in ``row`` to the last answers in ``turns``. Earlier ones belong to the prompt."""
+    """Attach the token ids and rankings recorded in ``row`` to the last answers; earlier ones belong to the prompt."""
     answers, max_tokens = row["answers"], row.get("max_new_tokens")
     places = [index for index, turn in enumerate(turns) if turn.by_model]
     if not isinstance(answers, list) or not 0 < len(answers) <= len(places):
@@ -113,7 +113,7 @@ class UnknownFormError(RowError):
 
 
 def conversation_of(value: Any) -> Conversation:
-    """Parse a row into a conversation. Raises RowError if the row holds none."""
+    """Parse a row into a conversation. Raises RowError if the row holds none or an empty one, or is a RowError."""
     if isinstance(value, RowError):
         raise value
     conversation = _conversation_in(value)
@@ -159,7 +159,7 @@ def _conversation_in(value: Any) -> Conversation:
 
 
 def _batch(row: dict[str, Any]) -> Conversation | None:
-    """Parse a line of a batch file, which holds either a request or an answer. Returns None for any other row."""
+    """Parse a line of a batch file: a request or an answer. Returns None for other rows; failed requests are errors."""
     if "custom_id" not in row:
         return None
     key = f"custom_id {row['custom_id']}"
@@ -243,7 +243,7 @@ def _request(row: dict[str, Any]) -> list[Turn] | None:
 
 
 def _answer(row: dict[str, Any], *, structured: bool) -> list[Turn] | None:
-    """Parse the answer in a row.
+    """Parse the answer in a row: an empty list if the request failed, and None if the row holds no answer.
 
     A plain string counts as an answer only if ``structured`` is True: if the row also holds messages or a request.
     """

@@ -1,7 +1,7 @@
 """Token arrays of a corpus index: concatenated documents, each followed by an end token.
 
 The end token's id is the size of the vocabulary, so no draft crosses documents. The documents of an input are
-contiguous and in manifest order, so the counts in the manifest locate each input.
+contiguous, and the inputs are in manifest order, so the counts in the manifest locate each input.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class CachedValue:
         return json.dumps(self.circumstances, sort_keys=True)
 
     def read(self, parse: Callable[[Any], T], *, max_age: float = inf) -> T | None:
-        """Return the cached value, parsed by ``parse``, or None if it is missing or older than ``max_age`` seconds."""
+        """Return the cached value, parsed by ``parse``; None on a cache miss or if older than ``max_age`` seconds."""
         try:
             if max_age < inf and abs(time.time() - self.path.stat().st_mtime) > max_age:
                 return None
@@ -119,7 +119,7 @@ class CachedValue:
             return None
 
     def write(self, value: Any) -> None:
-        """Store a JSON-serialisable value atomically. Does nothing if the folder is not writable."""
+        """Store a JSON-serializable value atomically. Does nothing if the folder is not writable."""
         row = {"key": self._key, "value": value, "sha256": json_digest(value)}
         with suppress(HdtoolError):
             OutputFile(self.path, "a cached value", lambda _: True, HdtoolError).write(json.dumps(row))
@@ -160,7 +160,7 @@ def may_be_torn_start(torn: bytes, start: str) -> bool:
 
 
 def cut_torn_line(path: Path, torn: bytes) -> None:
-    """Remove a torn line from the end of a file. Raises OSError if the file no longer ends with that line."""
+    """Remove ``torn`` from the end of a file, unless it is empty. Raises OSError if the file does not end with it."""
     if not torn:
         return
     with path.open("r+b") as stream:

@@ -33,7 +33,7 @@ SPARE_BYTES = 1 << 26
 
 
 def require_room(name: str, needed: int, folder: Path, variable: str) -> None:
-    """Raise a ``ModelError`` unless the disk has room for ``needed`` bytes; ``variable`` relocates the folder."""
+    """Raise ModelError unless ``needed`` bytes for ``name`` fit in ``folder``, which the variable ``variable`` sets."""
     if (free := shutil.disk_usage(folder).free) < needed + SPARE_BYTES:
         raise ModelError(
             f"{name} needs {needed:,} bytes in {folder}, whose disk has {free:,}: make room, or let {variable} name a "
@@ -42,13 +42,13 @@ def require_room(name: str, needed: int, folder: Path, variable: str) -> None:
 
 
 FULL_DISK_BYTES = 1 << 20
-"""A write that fails with less space left than this has filled the disk."""
+"""Free space in bytes below which a failed write is blamed on a full disk."""
 
 
 def write_fault(folder: Path, error: Exception) -> str:
     """Return why a file in ``folder`` could not be written.
 
-    LMDB and numpy report a full disk as a failed or short write, without an error number of its own.
+    LMDB and numpy report a full disk as a failed or short write, without the error number ENOSPC.
     """
     code, free = getattr(error, "errno", None), shutil.disk_usage(folder).free
     if code == errno.ENOSPC or free < FULL_DISK_BYTES:

@@ -1,4 +1,4 @@
-"""Recognise the files that hdtool wrote by their content, of which at most ``MAX_JSON_BYTES`` are read."""
+"""Recognize the files that hdtool wrote by their content, of which at most ``MAX_JSON_BYTES`` are read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 MAX_JSON_BYTES = 64 << 20
-"""Maximum size, in bytes, of the JSON values and lines that hdtool writes."""
+"""Maximum size in bytes of the JSON values and lines that are read to recognize a file."""
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 PNG_ENTRY = b"tEXtSoftware\0hdtool"
 PNG_METADATA = {"Software": "hdtool"}
-"""Metadata by which hdtool recognises its own figures."""
+"""Metadata by which hdtool recognizes its own figures."""
 HTML_ENTRY = b'<meta name="generator" content="hdtool'
 MARKDOWN_ENTRY = b"<!-- hdtool report -->"
 HEAD_BYTES = 4096

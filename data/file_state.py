@@ -1,4 +1,4 @@
-"""Recognizes unchanged files by their metadata, without reading them."""
+"""Recognize unchanged files by their metadata, without reading them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class FileState:
-    """Path and metadata of a file; any change to the file changes its ``ctime_ns``, which no program can reset."""
+    """Path and metadata of a file. Any change to the file also changes ``ctime_ns``, which programs cannot set."""
 
     path: str
     bytes: int

@@ -1,4 +1,4 @@
-"""Reads a GGUF file's header, which holds the metadata and the tensor table, and checks that the file is complete."""
+"""Read a GGUF file's header, which holds the metadata and the tensor table, and check that the file is complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ARCHITECTURE = "general.architecture"
 ALIGNMENT = 32
 """Default alignment of tensor data in bytes."""
 SPLIT_COUNT, SPLIT_NUMBER, SPLIT_TENSORS = "split.count", "split.no", "split.tensors.count"
-"""Number of parts of a model, a part's number from 0, and the number of tensors of all parts."""
+"""Metadata keys of the number of parts of a model, a part's number (from 0), and the number of tensors in all parts."""
 Blocks = Mapping[int, tuple[int, int]]
 """Maps each quantization type to ``(numbers per block, bytes per block)``."""
 
@@ -53,7 +53,7 @@ class GGUFTensor:
 @dataclass(frozen=True)
 class GGUFHeader:
     values: dict[str, Any]
-    """Metadata by key. Long arrays and arrays of strings are replaced by their length."""
+    """Metadata by key. Arrays are replaced by their length, except arrays of up to ``MAX_KEPT_VALUES`` numbers."""
     tensors: tuple[GGUFTensor, ...]
     data: int
     """Offset in bytes of the tensor data in the file."""
@@ -62,16 +62,16 @@ class GGUFHeader:
 
     @classmethod
     def read(cls, path: Path) -> GGUFHeader:
-        """Read the header of a file. Raises ModelError if it is not a GGUF file or its header is incomplete."""
+        """Read a file's header. Raises ModelError if it is damaged or the file is no GGUF file of a known version."""
         return _read(path, FileState.of(path))
 
     @property
     def architecture(self) -> str:
-        """Name of the architecture; empty for later parts of a model, which may not state it."""
+        """Name of the architecture; empty if the file is a later part of a model and does not state it."""
         return str(self.values.get(ARCHITECTURE, ""))
 
     def check_whole(self, path: Path, blocks: Blocks) -> None:
-        """Raise ModelError if the file ends before a tensor does, or ``blocks`` lacks a tensor's quantization type."""
+        """Raise ModelError if the file is cut short, or if a tensor has an unknown type or rows of no whole blocks."""
         ends = [0]
         for tensor in self.tensors:
             if tensor.kind not in blocks:

@@ -41,7 +41,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def hub_files(name: str) -> list[Path]:
-    """Return the files of a data set's split, downloading them if they are not in the cache."""
+    """Return the cached files of a data set's split, downloaded if needed. Raises RecordError if there are no rows."""
     match = HUB_DATASET_NAME.fullmatch(name.removeprefix(HUB_PREFIX))
     if match is None:
         raise RecordError(
@@ -72,7 +72,7 @@ FORMAT_BY_MAGIC = {PARQUET_MAGIC: "parquet", SQLITE_MAGIC: "database", ARROW_MAG
 
 
 def read_rows(raw: CountedFile, *, text_lines: bool = False) -> Iterator[FileRow]:
-    """Yield the rows of a file. Raises RecordError if it has none.
+    """Yield the rows of a file. Raises RecordError if it has none or is of an unknown binary format.
 
     If ``text_lines`` is True, each line of a text file is a row.
     """
@@ -151,7 +151,7 @@ AMBIGUOUS_ENDINGS = (".log", ".db", ".sqlite", ".sqlite3", ".arrow")
 
 
 def find_inputs(patterns: Sequence[str | Path]) -> list[Path]:
-    """Expand paths, folders, globs and hub data sets to files, in the order given and without duplicates."""
+    """Expand paths, folders, globs and hub data sets to files, in order, without duplicates. Each must match a file."""
     paths_by_target: dict[Path, Path] = {}
     for pattern in patterns:
         for path in _matching_files(os.path.expanduser(pattern)):
@@ -197,7 +197,7 @@ def _is_input(path: Path) -> bool:
 
 
 def read_text(path: Path, advice: str) -> str:
-    """Return the text of a file. Raises PromptError, whose message ends with ``advice``, if the file is not UTF-8."""
+    """Return the text of a file. Raises PromptError if it cannot be read or, ending with ``advice``, is not UTF-8."""
     with input_errors_as(path, PromptError):
         data = path.read_bytes()
     try:

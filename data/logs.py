@@ -1,4 +1,4 @@
-"""Read conversations from the logs of llama.cpp's server and of vLLM, and from the database of the ``llm`` tool.
+"""Read conversations from logs of llama.cpp's server, vLLM or loggers of JSON, and from the ``llm`` tool's database.
 
 llama.cpp logs carry no request id, so an answer belongs to the earliest unanswered request. The logged body of a
 streamed answer is empty, so the answer is joined from its chunks, which have ids. vLLM logs prompts as rendered by the
@@ -65,7 +65,7 @@ GENERATION_PATHS = ("completion", "responses", "messages", "infill")
 
 
 class LlamaServerLog:
-    """Parser that pairs the requests and answers in a log of llama.cpp's server."""
+    """Parser that pairs the requests and answers in a log of llama.cpp's server, in the order of the requests."""
 
     def __init__(self) -> None:
         self._requests: deque[tuple[int, Any]] = deque()
@@ -76,7 +76,7 @@ class LlamaServerLog:
         return b"log_server_r" in line or b"streamed chunk: " in line or line.startswith(b"data: {")
 
     def read(self, line: str, number: int) -> Iterator[Any]:
-        """Parse a line, and yield the exchange that it completes, if any."""
+        """Parse a line, and yield the exchange that it completes, if any; a RowError if the exchange is damaged."""
         if status := LLAMA_STATUS.search(line):
             self._path = status["path"]
         elif request := LLAMA_REQUEST.search(line):
@@ -143,7 +143,7 @@ class VllmLog:
         )
 
     def read(self, line: str, number: int) -> Iterator[Any]:
-        """Parse a line, and yield the exchange that it completes, if any."""
+        """Parse a line, and yield the exchange that it completes, if any. Raises RowError if the line is damaged."""
         if body := VLLM_BODY.search(line):
             self._requests[body["id"]] = number, parse_json(body["body"])
         elif prompt := VLLM_PROMPT.search(line):
@@ -275,7 +275,7 @@ select role, (
   from (select text, payload from parts where message_hash = chain.hash and type = 'text' order by position)
 ) from chain order by depth desc
 """
-"""Query for roles and texts of a message and those before it; a text is whole or in literal pieces and fragments."""
+"""Query for the roles and texts of a message and all before it; a text is whole, or in pieces and fragments."""
 FRAGMENTS_QUERY = """
 select content from fragments join {table} on {table}.fragment_id = fragments.id
 where {table}.response_id = ? order by {table}."order"

@@ -14,9 +14,9 @@ HUGE_PAGE = 2 << 20
 
 
 def mapped_memory(size: int, *, huge_pages: bool = False) -> mmap.mmap:
-    """Return ``size`` zeroed bytes in a separate anonymous mapping, which is unmapped with its last user.
+    """Return ``size`` zeroed bytes in a separate anonymous mapping, which is unmapped when nothing refers to it.
 
-    With ``huge_pages``, huge pages are requested; they reduce TLB misses when all of it is read, as with weights.
+    With ``huge_pages``, huge pages are requested, which reduce TLB misses in memory that is read whole, as weights are.
     """
     memory = mmap.mmap(-1, size, **PRIVATE)
     if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):

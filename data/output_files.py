@@ -1,4 +1,4 @@
-"""Write output files atomically, and never over files that hdtool did not create.
+"""Write output files atomically, and never over files that hdtool did not create, unless they are empty.
 
 New content goes to a temporary file in the same folder, which replaces the old file once it is on disk. An interrupted
 or failed write leaves the old file unchanged.
@@ -94,7 +94,7 @@ class OutputFile:
         return os_errors_as(self.error, f"{self.path} cannot be written", self.advice)
 
     def _destination(self) -> Path:
-        """Return the file to replace, with links resolved. Raises ``error`` if hdtool did not write it."""
+        """Return the file to replace, with links resolved. Raises ``error`` if its content is not hdtool's."""
         destination = Path(os.path.realpath(self.path))
         with self._errors_worded():
             ours = not _size(destination) or self.is_ours(destination)
@@ -159,7 +159,7 @@ def _remove_unless_locked(path: Path) -> None:
 
 
 def lock(descriptor: int, *, wait: bool) -> bool:
-    """Lock an open file until it is closed or the process ends. Returns False if another process holds the lock."""
+    """Lock an open file until it is closed or the process ends. Returns False on failure. Does nothing on Windows."""
     try:
         from fcntl import LOCK_EX, LOCK_NB, flock
     except ImportError:

@@ -1,4 +1,4 @@
-"""Starts Python processes that import nothing from the current folder.
+"""Keep Python processes from importing modules, and numba from reading settings, in the current folder.
 
 With ``-c`` and ``-m``, Python searches the current folder before its libraries, so a ``numpy.py`` among a user's files
 would be executed. Multiprocessing and other libraries start their processes with these options.
@@ -16,9 +16,9 @@ import hdtool
 from hdtool.data.errors import HdtoolError
 
 ISOLATION_VARIABLE = "PYTHONSAFEPATH"
-"""Environment variable with which Python leaves the current folder out, as with ``-P``."""
+"""Environment variable that keeps the current folder off Python's search path, as ``-P`` does."""
 NUMBA_SETTINGS = ".numba_config.yaml"
-"""File of the current folder that numba reads. It can name a folder of compiled code, which numba loads."""
+"""File that numba reads in the current folder. It can name a folder of compiled code, which numba then loads."""
 
 
 def isolated_python(*arguments: str) -> list[str]:
@@ -28,7 +28,7 @@ def isolated_python(*arguments: str) -> list[str]:
 
 @contextmanager
 def isolated_children() -> Iterator[None]:
-    """Isolate the processes that this process and its libraries start in the ``with`` block."""
+    """Keep the processes that are started in the ``with`` block from importing modules from the current folder."""
     before = os.environ.get(ISOLATION_VARIABLE)
     os.environ[ISOLATION_VARIABLE] = "1"
     try:
@@ -41,7 +41,7 @@ def isolated_children() -> Iterator[None]:
 
 
 def leave_current_folder() -> None:
-    """Remove the current folder from this process's search path if ``-m`` put it there and hdtool is not in it."""
+    """Remove the current folder from this process's search path if ``-m`` put it there, unless hdtool lies in it."""
     current = os.getcwd()
     if not sys.flags.safe_path and sys.path[:1] == [current] and Path(hdtool.__file__).parents[1] != Path(current):
         del sys.path[0]

@@ -43,7 +43,7 @@ def read_tools(path: Path) -> tuple[dict[str, Any], ...]:
 
 
 def tools_of(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """Validate the tools in a JSON value. Returns an empty tuple for null."""
+    """Return the tools in a JSON value, none for null. Raises PromptError if the value is no list of tools."""
     if value is None:
         return ()
     if not isinstance(value, list) or not all(map(_is_tool, value)):
@@ -69,7 +69,7 @@ def read_prediction(path: Path) -> str:
 
 
 def prediction_of(value: Any, where: str) -> str:
-    """Return the text of a prediction in JSON: a string, or an object in OpenAI's format; "" for null."""
+    """Return the text of a prediction in JSON: a non-empty string, or an object in OpenAI's format; "" for null."""
     if value is None:
         return ""
     if isinstance(value, dict) and value.get("type") == CONTENT_TYPE:
@@ -230,7 +230,8 @@ class Prompt:
 def read_prompts(path: Path, *, tolerance: float | None = None, tally: Tally | None = None) -> list[Prompt]:
     """Read all prompts in a file or in a data set on the hub.
 
-    Without ``tolerance``, the first unusable row raises PromptError. With it, unusable rows are counted in ``tally``.
+    Without ``tolerance``, the first unusable row raises PromptError. With it, unusable rows are counted in ``tally``,
+    and PromptError is raised if their share exceeds ``tolerance``.
     """
     try:
         return _prompts(path, tolerance, tally)

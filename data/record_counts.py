@@ -28,7 +28,7 @@ class Tally:
     bad_files: int = 0
     bad_bytes: int = 0
     file_messages: list[str] = field(default_factory=list)
-    """Reasons, with advice, why the first of these files cannot be read."""
+    """Reasons, with advice, why the first unreadable files cannot be read."""
     messages: list[str] = field(default_factory=list)
     """Places and reasons of the first unusable records."""
     first_bad: str = ""

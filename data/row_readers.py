@@ -1,4 +1,4 @@
-"""Read rows of JSON, JSON Lines, Parquet and Arrow files, and decompress streams."""
+"""Read rows of JSON, JSON Lines, Parquet and Arrow files, and compress and decompress streams."""
 
 from __future__ import annotations
 
@@ -168,7 +168,8 @@ def line_value(line: bytes) -> Any:
 def json_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[FileRow]:
     """Yield a row per item of a JSON array or per line of JSON Lines, or one row for any other JSON value.
 
-    A file whose first line is a complete value, but not an array, is read as JSON Lines.
+    An array with the messages of one conversation is one row. A file whose first line is a complete value, but not an
+    array, is read as JSON Lines.
     """
     opening = _first_lines(stream)
     if first_byte(opening) != b"[":
@@ -191,7 +192,7 @@ def json_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[FileRow]:
 
 
 def is_conversation(value: Any) -> bool:
-    """Return True if a list holds the messages of one conversation, instead of one record per item."""
+    """Return True if a value is a list with the messages of one conversation, instead of one record per item."""
     messages = isinstance(value, list) and all(isinstance(item, dict) for item in value)
     return (
         messages

@@ -1,7 +1,7 @@
 """Read conversations, recorded answers and plain texts, either as texts for stores or as traces to replay.
 
-Each turn of a conversation is a separate text. From a request and its response, only the turns since the model's last
-answer count, because earlier requests held the earlier turns. Any conversation with an answer of the model can be
+Each turn of a conversation is a separate text. From a request and its response, only the turns after the last answer in
+the request count, because earlier requests held the earlier turns. Any conversation with an answer of the model can be
 replayed, but Spec-Bench's answer files need the question file as well. Unusable records are counted, and too many are
 an error.
 """
@@ -168,7 +168,10 @@ class Trace:
 def read_traces(
     paths: Sequence[Path], questions: Path | None = None, *, tolerance: float = TOLERANCE, tally: Tally | None = None
 ) -> list[Trace]:
-    """Return a trace of each conversation in the files, in order. Unusable records are counted in ``tally``."""
+    """Return a trace of each conversation in the files, in order. Unusable records are counted in ``tally``.
+
+    Raises RecordError if too many are unusable or none holds an answer, and OptionError if ``questions`` fit none.
+    """
     questions_by_key = _questions(questions) if questions else {}
     reader = ConversationReader(paths, tolerance=1.0)
     traces: list[Trace] = []

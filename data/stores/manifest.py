@@ -28,12 +28,12 @@ SHOWN_HASH_DIGITS = 12
 """Number of digits shown of an input's hash."""
 _FINGERPRINT = re.compile("[0-9a-f]{16}")
 TOKENIZER_DETAIL = "tokenizer"
-"""Key of an artifact's detail ``[hash, size, ids]``: its tokenizer's hash and size, and its ids for a sample text."""
+"""Key of the artifact detail ``[hash, size, ids]``: a tokenizer's hash, vocabulary size, and ids of a sample text."""
 
 
 @dataclass(frozen=True)
 class TokenizerFingerprint:
-    """Identity of a tokenizer, equal for all tokenizers that encode texts to the same ids."""
+    """Identity of a tokenizer, equal for tokenizers with the same vocabulary and the same ids for a sample text."""
 
     fingerprint: str
     vocab_size: int

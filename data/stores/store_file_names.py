@@ -87,7 +87,7 @@ def write_manifest(folder: Path, build: str, row: dict[str, Any]) -> None:
 
 
 def leftovers(folder: Path, kept: Collection[str], names: re.Pattern[str]) -> list[Path]:
-    """Return new manifests and files with these names in a folder, except those whose names are in ``kept``."""
+    """Return a folder's unfinished manifests and files that match ``names``, except those whose name is in ``kept``."""
     found = (name for name in sorted(os.listdir(folder)) if names.fullmatch(name) or NEW_MANIFEST.fullmatch(name))
     return [folder / name for name in found if name not in kept and is_regular(folder / name)]
 
@@ -103,7 +103,7 @@ def sweep(folder: Path, kept: Callable[[], Collection[str]], names: re.Pattern[s
     """Delete files that the manifest does not name: replaced files, and leftovers of killed or failed commands.
 
     ``kept`` reads the manifest and returns the names of its files. Readers can still use the files that they have
-    opened. The caller must hold the folder's lock.
+    opened. Nothing is deleted if the manifest cannot be read. The caller must hold the folder's lock.
     """
     try:
         known = kept() if os.path.lexists(folder / MANIFEST) else ()
@@ -126,7 +126,7 @@ def check_destination(folder: Path) -> None:
 
 
 def holds_manifest(folder: Path) -> bool:
-    """Return True if a folder's ``manifest.json`` belongs to a store, even if it is damaged or of another format."""
+    """Return True if a folder's ``manifest.json`` is a built store's, even if it is damaged or of another format."""
     path = folder / MANIFEST
     if not is_regular(path):
         return False

@@ -64,7 +64,7 @@ def read_store(folder: Path, read: Callable[[Manifest], T], *, check: bool = Tru
 
 
 def parse_manifest(folder: Path, text: bytes, *, check: bool) -> Manifest:
-    """Parse a manifest. Raises StoreError if it is damaged or has another format.
+    """Parse the manifest of a built store. Raises StoreError if it is damaged, of another format or of a history.
 
     With ``check``, every file must exist and have its recorded size.
     """
@@ -158,7 +158,7 @@ class StoreBuild:
         return self._parts[part]
 
     def scratch(self, part: str) -> Path:
-        """Create an empty file that is named like a part and deleted when the build ends."""
+        """Create an empty file with the name of a part. The end of the build deletes it, unless ``path`` created it."""
         path = self.folder / part_name(part, self._digits)
         create_empty(path)
         return path

@@ -87,7 +87,7 @@ class StoredItem:
     """Store, artifact of a model, or set-up in hdtool's home."""
 
     name: str
-    """Unique name by which the user selects the item: its kind and the first digits of a fingerprint."""
+    """Unique name by which the user selects the item, usually its kind and the first digits of a fingerprint."""
     kind: str
     folder: Path
     changed: float
