@@ -31,7 +31,7 @@ def colored(text: str, source: SourceId) -> str:
 
 
 def legend(sources: Iterable[SourceId]) -> str:
-    """Return a line that names each source in its color."""
+    """Return a line that names each source in its color or, without sources, says that no draft was accepted."""
     named = [colored(str(source), source) for source in sources]
     return f"drafted by: {', '.join(named)}; without colour: the model" if named else "no drafted token was accepted"
 
@@ -121,7 +121,7 @@ def answer_summary(stats: Stats) -> str:
 
 
 def gain_summary(stats: Stats, *, color: bool = False) -> str:
-    """Return a line with the tokens per step by source, beside the one token per step of plain decoding."""
+    """Return a line that compares tokens per step, in all and by source, with plain decoding's one token per step."""
     shares = [
         f"{stats.accepted[source] / stats.steps:.2f} by {colored(str(source), source) if color else source}"
         for source in stats.that_helped

@@ -35,7 +35,7 @@ VLLM_COMMAND = "serve-vllm"
 
 
 class Commands(typer.core.TyperGroup):
-    """Command group that resolves ``serve`` to the hidden vLLM command if the engine is vLLM."""
+    """Command group that lists commands in sections, and runs ``serve --engine vllm`` as a hidden command."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[:1] == ["serve"] and serve.engine_of(args) == serve.VLLM_ENGINE:
@@ -190,7 +190,7 @@ def hdtool(
 
 
 def main() -> None:
-    """Run the command line and exit with its exit code."""
+    """Run the command that the process was started with, and exit with the command's exit code."""
     guard_terminal()
     if COMPLETION_VARIABLE in os.environ:
         app(prog_name="hdtool")
@@ -231,7 +231,8 @@ def _run_together(arguments: list[str]) -> int:
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code.
 
-    0 is success, 1 an error that the user can fix, 2 wrong usage, 130 an interrupt, 141 a closed pipe.
+    0 is success, 1 a failed check or an error that the user can fix, 2 wrong usage, 130 an interrupt, 141 a closed
+    pipe.
     """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack some characters

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.target.load import Loaded
 
 SHAPE_PEERS: dict[str, dict[str, Any]] = {"generate": {}, "generate-static": {"cache_implementation": "static"}}
-"""Options of transformers' ``generate`` by method of ``bench-shape``."""
+"""Methods of ``bench-shape`` that call transformers' ``generate``, each with its options for that call."""
 SHAPE_ARGUMENT = typer.Argument(
     help=f"{', '.join(SHAPES)}, or the path of a config.json.", autocompletion=completion(tuple(SHAPES))
 )
@@ -231,7 +231,7 @@ def bench_cost(
 
 
 def _measured(shape: str | None, loading: ModelConfig, config: CostConfig) -> CostCurve:
-    """Time forward passes and save the cost curve for later runs of the model."""
+    """Time forward passes, print a note if the times are in doubt, and save and return the cost curve."""
     from hdtool.builders.evaluation.measured_passes import measured_passes
     from hdtool.builders.evaluation.random_models import load_shape
     from hdtool.runtime.target.load import load

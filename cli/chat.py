@@ -52,7 +52,7 @@ def chat(
 
 
 def _converse(session: ChatSession, read: ReadMessage) -> None:
-    """Read and answer messages until the session or the input ends."""
+    """Read and answer messages until the session or the input ends or, in a script, Ctrl-C interrupts an answer."""
     from hdtool.cli.chat_session import is_interactive
 
     while not session.is_over:

@@ -98,7 +98,7 @@ def write_chat(path: Path, model: str, messages: Sequence[Message], replaceable:
 def read_chat(path: Path) -> list[Message]:
     """Return the messages of a saved conversation.
 
-    Raises PromptError if the file does not hold exactly one conversation, or if it has no messages.
+    Raises PromptError if the file does not hold exactly one conversation, or if that conversation is empty.
     """
     with input_errors_as(path, PromptError):
         row = json_object(path)
@@ -137,11 +137,11 @@ class ChatSession:
         self._shows_stats = stats
         self._colored = False
         self._explained: set[SourceId] = set()
-        """Sources whose colours the legend has shown."""
+        """Sources whose colors the legend has shown."""
         self._stats: list[Stats] = []
         """Statistics of all answers in this session."""
         self._answered_greedily: list[Message] = []
-        """Messages that the last answer replied to, if it was greedy and not interrupted: a retry would repeat it."""
+        """Messages that the last answer replied to, if it was greedy and complete, so that a retry would repeat it."""
         self._files: set[Path] = set()
         """Resolved paths that this session wrote or read, and may overwrite."""
         self._commands: dict[str, tuple[Callable[[str], None], str, str]] = {

@@ -31,7 +31,7 @@ STORE_OPTIONS = ("model_db", "corpus_db")
 
 
 def require_stores(parameters: Mapping[str, Any]) -> None:
-    """Raise StoreError if ``--model-db`` or ``--corpus-db`` names a store that does not exist."""
+    """Raise StoreError if ``--model-db`` or ``--corpus-db`` names a store that is missing or cannot be opened."""
     named = [value for name in STORE_OPTIONS if isinstance(value := parameters.get(name), str) and value != NO_STORE]
     if named:
         from hdtool.data.stores.store_folder import read_manifest
@@ -50,7 +50,7 @@ def with_structure(prompts: Sequence[Prompt], structure: GrammarConfig, tools: P
 SHORT_NAMES = {"--model": "-m", "--prompt": "-p", "--max-new-tokens": "-n", "--out": "-o", "--from": "-f"}
 """Short names of frequently used options."""
 SCREEN_LINES = 45
-"""Largest number of lines of ``--help``."""
+"""Number of lines above which ``--help`` leaves out rare options and shortens the help of others."""
 HELP_ALL, SHORTENED = "help_all", "shortened"
 """Name of the parameter ``--help-all``, and key that marks a context whose help leaves out rare options."""
 SECOND_NAME = re.compile(r"(?<=\w\w), --[\w-]+")
@@ -112,7 +112,7 @@ class Command(TyperCommand):
 
 
 def _shortened(rows: Sequence[tuple[str, str]], width: int) -> list[tuple[str, str]]:
-    """Leave out second names, all sentences of a help text but the first, and defaults that do not fit on its line."""
+    """Shorten ``(names, help)`` rows: keep one long name, the first sentence and, if the line has room, the default."""
     names = [SECOND_NAME.sub("", name) for name, _ in rows]
     room = width - max(map(len, names)) - 2 * len("  ")
     shortened = []
@@ -212,7 +212,7 @@ def refuse_without_effect(name: str, use: Use, given: Mapping[str, Any]) -> None
 
 
 def _selected_methods(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the methods that will run, or an empty tuple if none is selected, or one that does not exist."""
+    """Return the methods that will run; an empty tuple if none is selected or a selected one does not exist."""
     listed = [given["method"]] if "method" in given else given.get("methods")
     methods = method_names(listed) or (ShapeConfig.methods if {"shape", "methods"} <= {*given} else ())
     return methods if {*methods} <= {*METHODS, *PEERS, *SHAPE_PEERS} else ()
@@ -262,7 +262,7 @@ def _take_model_or_prompt(command: str, first: str, given: MutableMapping[str, A
     """Decide whether the first argument is the model or the prompt.
 
     If there are two arguments, the first is the model. A single argument is the prompt, unless an option gives the
-    prompt and no option gives the model.
+    prompt and no option gives the model. Raises OptionError if it names a model and there is no prompt.
     """
     has_prompt = given["prompt"] is not None or given["prompts"] is not None
     if given["text"] is not None or (has_prompt and given["model"] is None and first != STANDARD_INPUT):

@@ -78,7 +78,7 @@ def demo(
 
 
 def _answer_once(answerer: Answerer, prompt: Prompt) -> None:
-    """Answer a prompt once as a warm-up, during which code is compiled and the number of threads is chosen."""
+    """Answer a prompt's first turn as a warm-up, in which passes are timed and the number of threads is chosen."""
     for answer in answerer.all_answers([prompt]):
         for _ in answer:
             pass
@@ -93,7 +93,8 @@ def _engine_name(answerer: Answerer) -> str:
 def _chosen_model(loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path]:
     """Return the demo's model settings, store settings and file of questions.
 
-    Raises ModelError if SmolLM2's package is missing.
+    The default is SmolLM2 if its package is installed, else the embedded model. Raises ModelError if SmolLM2 is named
+    without being installed.
     """
     model = loading.model
     if model is not None and (model not in demo_files.NAMES or Path(model).exists()):

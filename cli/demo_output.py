@@ -35,12 +35,12 @@ def fitted(text: str) -> str:
 
 
 def _columns() -> int:
-    """Return the number of columns beside the indent."""
+    """Return the number of columns that the indent leaves for text."""
     return min(MAX_COLUMNS, shutil.get_terminal_size((MAX_COLUMNS, 0)).columns) - len(INDENT)
 
 
 def title_and_questions(prompt: Prompt) -> str:
-    """Return a title and a line for each question of a conversation, shortened in its middle."""
+    """Return a title and a line for each question of a conversation; long questions are cut in the middle."""
     *earlier, last = [prompt.messages[-1]["content"], *prompt.later_turns]
     lines = [*(f"> {question} (answered; the KV cache is kept)" for question in earlier), f"> {last}"]
     return "\n".join([f"▌ {prompt.category}", *(INDENT + _shortened(line) for line in lines)])
@@ -81,7 +81,7 @@ def figures(compared: Comparison) -> str:
 
 
 def reasons(compared: Comparison) -> list[str]:
-    """Return a line that explains why drafting hardly paid; an empty list if it paid or drafted nothing."""
+    """Return a list with one line on why drafting hardly paid; an empty list if it paid or drafted nothing."""
     stats = compared.drafted.stats
     if compared.speed_up.best_known >= HARDLY_FASTER or not stats.drafted.any():
         return []

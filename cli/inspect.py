@@ -122,7 +122,7 @@ def _lookups(
 
 
 def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) -> list[dict[str, Any]]:
-    """Return up to ``MAX_SHOWN`` n-grams whose prefix begins with ``text``, the most frequent prefixes first."""
+    """Return the ``MAX_SHOWN`` most frequent prefixes that begin with ``text``'s tokens, with their continuations."""
     from hdtool.runtime.stores.inspect_store import MAX_SHOWN
     from hdtool.runtime.stores.model_store import ModelRecord
 
@@ -144,7 +144,7 @@ def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) ->
 
 
 def _tokenizer(folder: Path, manifest: Manifest | HistoryManifest, config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the store's tokenizer. Raises StoreError if the user names a model with another one."""
+    """Load the store's tokenizer. Raises StoreError if the user names a model with another tokenizer."""
     from hdtool.runtime.target.load import load_tokenizer
     from hdtool.runtime.target.store_tokenizer import model_of_store
 

@@ -43,7 +43,7 @@ STEPS_KEYS = (
     "history",
     "warm_tokens",
 )
-"""Keys of a ``--steps`` line, by which an existing file is recognised before it is replaced."""
+"""Keys of a ``--steps`` line, by which an existing file is recognized before it is replaced."""
 NO_LOOKAHEAD = "hd-paper is replayed without its lookahead branch, which needs the model"
 
 Traces = Annotated[
@@ -136,7 +136,7 @@ def replay(
 
 
 class Recordings:
-    """Recorded conversations with answers, as files hold them; prints what it leaves out."""
+    """Recorded conversations with answers, read from files. What is left out is printed."""
 
     def __init__(
         self, files: list[Path], max_bad_fraction: float, questions: Path | None = None, limit: int | None = None
@@ -148,7 +148,7 @@ class Recordings:
             tell(f"left out: {lacking} of {len(read)} conversations, which hold no answer")
 
     def turns(self, reader: TurnReader) -> list[list[RecordedTurn]]:
-        """Return the turns of each conversation, and keep only the traces of these, which can be replayed."""
+        """Return the turns of each conversation that can be replayed, and remove all others from ``traces``."""
         from hdtool.cli.store_output import print_left_out
 
         usable = list(reader.usable(with_progress(self.traces, "conversations"), self._tally)) if self.traces else []
@@ -158,7 +158,7 @@ class Recordings:
 
 
 def _methods(config: ReplayConfig, store_set: StoreSet, traces: list[Trace]) -> tuple[str, ...]:
-    """Return the methods to replay, and print what they draft from."""
+    """Return the methods to replay, and print what they draft from. Raises OptionError if one needs missing logits."""
     ranked = all(answer.rankings for trace in traces for answer in trace.answers)
     methods = config.methods_with(corpus=store_set.corpus is not None, rankings=ranked)
     reading = [name for name in methods if name in READ_LOGITS]

@@ -77,7 +77,7 @@ def serve(
 
 
 def engine_of(words: list[str]) -> str:
-    """Return the engine that a command line selects by ``--engine``."""
+    """Return the engine that a command line selects by ``--engine``; hdtool's own if it selects none."""
     engine = HDTOOL_ENGINE
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")

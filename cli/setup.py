@@ -93,7 +93,7 @@ def setup(
 
 
 def _options(settings: Settings) -> tuple[str, ...]:
-    """Return the options for all ``settings`` that differ from their defaults, except ``--model``."""
+    """Return the command-line options for all ``settings`` that differ from their defaults, except ``--model``."""
     typed: list[str] = []
     for one in fields(settings):
         value = getattr(settings, one.name)

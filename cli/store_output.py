@@ -38,7 +38,7 @@ MIN_CELL_WIDTH = 12
 COLUMN_GAP = 2
 AGE_UNITS = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"))
 UNNAMED_MODEL = {CORPUS_KIND: "any", MODEL_KIND: "unknown"}
-"""Shown, by kind, as the model of a store that names none."""
+"""What the model column shows, by kind of store, if the store names no model."""
 MAX_SHOWN_SOURCES = 12
 """Number of sources that ``inspect`` lists, so that the description fits on a screen."""
 
@@ -157,7 +157,7 @@ def source_lines(rows: Sequence[dict[str, Any]], in_words: Callable[[dict[str, A
 
 @contextmanager
 def executor_for(config: BuildConfig) -> Iterator[BuildExecutor]:
-    """Open the build executor that the settings select, and close it on exit."""
+    """Yield the build executor that the settings select, and close it on exit."""
     if config.engine == "local":
         from hdtool.builders.stores.build_executor import BuildExecutor
 

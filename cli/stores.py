@@ -1,4 +1,4 @@
-"""Commands on existing stores: list, remove, add, drop, merge and inspect."""
+"""``hdtool stores``, ``merge``, ``add`` and ``drop``: list, remove and edit existing stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fits what hdtool prints to a terminal: breaks long lines, and shows control characters instead of obeying them.
+"""Fit what hdtool prints to a terminal: break long lines, and make control characters visible and harmless.
 
 Answers, logs and names in stores are foreign text. A terminal would obey its escape sequences, which can retitle the
 window, write to the clipboard or type a reply.
@@ -23,9 +23,9 @@ PICTURES = {
     0x7F: 0x2421,
     **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
 }
-"""Visible character for each control character, for ``str.translate``."""
+"""Visible character for each control character except tabs and line breaks, for ``str.translate``."""
 USED_SEQUENCE = re.compile("(\033\\[(?:[0-9;]*m|[AK]))|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-"""Matches a control character; group 1 is a whole sequence that sets colors, erases a line or moves to one above."""
+"""Matches a control character or, as group 1, a sequence that sets colors, erases a line's rest or moves up a line."""
 
 
 def wrap_text(text: str, width: int, indent: str = CONTINUATION_INDENT) -> str:
@@ -44,7 +44,7 @@ def wrap_for_terminal(text: str, indent: str = CONTINUATION_INDENT) -> str:
 
 
 def guard_terminal() -> None:
-    """Show control characters in everything that this process prints to a terminal, and break long lines of errors."""
+    """Show control characters on terminals, and wrap long lines of standard error, by replacing the two streams."""
     if sys.stdout and sys.stdout.isatty() and not isinstance(cast(Any, sys.stdout), _TerminalStream):
         sys.stdout = cast(TextIO, _TerminalStream(sys.stdout))
     if sys.stderr and sys.stderr.isatty() and not isinstance(cast(Any, sys.stderr), _TerminalStream):
@@ -57,7 +57,7 @@ def without_control_characters(text: str) -> str:
 
 
 class _TerminalStream:
-    """Stream that passes on only those control characters that hdtool and its progress bars use."""
+    """Stream that makes control characters visible, except those that hdtool and its progress bars use."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -99,7 +99,7 @@ def _wrap_line(line: str, width: int, indent: str) -> str:
 
 
 def _visible_length(text: str) -> int:
-    """Return the number of columns that a text takes up, ignoring colour codes."""
+    """Return the number of columns that a text takes up, ignoring color codes."""
     return len(COLOR_CODE.sub("", text))
 
 

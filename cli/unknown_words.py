@@ -45,7 +45,7 @@ def unknown_command(word: str, commands: Iterable[str]) -> str:
 
 
 def usage_message(error: Any) -> str:
-    """Return the message for a usage error of typer, whose class is private, so that it is recognized by attributes."""
+    """Return the message for a usage error of typer, read from its attributes because typer's classes are private."""
     message = error.message if hasattr(error, "possibilities") else error.format_message()
     meant = did_you_mean(getattr(error, "option_name", ""), getattr(error, "possibilities", None) or ())
     command = getattr(error.ctx, "command_path", "hdtool")
