@@ -51,7 +51,7 @@ class GenerationFile:
     ) -> None:
         """``rankings`` is the number of the target's top tokens to record per position; 0 records none.
 
-        Lines hold the model's name, temperature, seed and length, and all other settings that are not the default.
+        Lines hold the model's name, temperature, seed and ``max_new_tokens``, and other settings that are not defaults.
         """
         self.path = path
         self._defaults = recorded_settings(ModelConfig(), SamplingConfig()) | {"chat": None, "rankings": 0}
@@ -75,7 +75,7 @@ class GenerationFile:
 
     @contextmanager
     def open(self, prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
-        """Lock the file for this process, and yield the prompts that have no answer yet."""
+        """Lock the file for this process, cut off a torn last line, and yield the prompts that have no answer yet."""
         busy = PromptError(f"another collect is writing {self.path}: wait for it, or choose another --out")
         with self._errors_worded():
             self.path.parent.mkdir(parents=True, exist_ok=True)

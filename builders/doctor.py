@@ -172,7 +172,7 @@ LOW_DISK_BYTES = 2 * 10**9
 
 
 def folder_findings() -> Iterator[Finding]:
-    """Yield the folders that hdtool and its libraries write to, with their sizes."""
+    """Yield findings on the folders that hdtool and its libraries write to, and on access to the hub."""
     yield _home()
     yield _compiled_code()
     yield from _hub()

@@ -226,7 +226,7 @@ class ExportedCorpus:
 
 
 def export_corpus(model: ModelConfig, out: Path, stores: StoresConfig, history: str = MEMORY) -> ExportedCorpus:
-    """Write the documents of the named stores, or of all stores that fit the model, to a new file."""
+    """Write the documents of a history and of the named stores, or of all that fit the model, to a new file."""
     file = OutputFile(out, "an empty file", lambda path: False, StoreError)
     file.check()
     tokenizer = load_tokenizer(model)

@@ -1,4 +1,4 @@
 """The stores of ``hdtool demo``'s real model, and the demo's comparison of plain decoding with drafting.
 
-Imports `data`, `runtime` and the other builders.
+Imports ``data``, ``runtime``, ``builders/stores`` and ``builders/evaluation``.
 """

@@ -63,7 +63,7 @@ class Comparison:
     """The answers to one or more questions by plain decoding and with drafts."""
 
     plain: Figures
-    """Medians over the rounds, as in ``drafted``."""
+    """Figures of plain decoding, with the median times of all rounds, as in ``drafted``."""
     drafted: Figures
     same: int
     """Number of questions to which all answers have the same tokens."""
@@ -90,7 +90,7 @@ class SideBySide:
         self._new_drafter = FreshDrafters(loaded.target, store_set)
 
     def compare(self, prompt: Prompt, rounds: int = MAX_ROUNDS) -> Comparison:
-        """Answer a question by both methods, at most ``rounds`` times."""
+        """Answer a question by both methods, at most ``rounds`` times, and return the figures of the last turn."""
         contenders = {
             PLAIN: lambda: partial(self._answered, NoDraft()),
             DRAFTED: lambda: partial(self._answered, self._new_drafter(self._decoding)),

@@ -1,4 +1,4 @@
 """Measurements: benchmarks, replays of recorded answers, verification of losslessness, and reports.
 
-Imports all of `runtime` except `integrations`.
+Imports neither other folders of ``builders`` nor ``runtime/integrations``.
 """

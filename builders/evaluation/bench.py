@@ -145,7 +145,7 @@ def questions_hash(questions: Sequence[Prompt]) -> str:
 
 
 def _median_round(question: Prompt, rows: Sequence[Row]) -> AnsweredQuestion:
-    """Return the answer of the round with the (lower) median speed, so that its tokens and times belong together."""
+    """Return the answer of the round with the (lower) median speed, and the seconds of all rounds."""
     by_speed = sorted(rows, key=lambda row: row.tokens_per_second)
     chosen = by_speed[(len(by_speed) - 1) // 2]
     seconds = tuple(tuple(turn.seconds for turn in row.turns) for row in rows)

@@ -138,7 +138,7 @@ class ContenderFactory:
 
     @cached_property
     def _stock(self) -> PreTrainedModel:
-        """Model on which ``generate`` runs, as its users have it."""
+        """Model on which ``generate`` runs: the target's or, if hdtool replaced layers in it, a stock one."""
         model: PreTrainedModel = self._loaded.target.model
         if not has_compiled_layers(model):
             return model
@@ -202,8 +202,8 @@ class BenchPlan:
     def results(self, threads: int | None = None) -> Results:
         """Measure the questions that have no result in the folder yet; return all results.
 
-        Unless the plan or an interrupted run has a number of ``threads``, it is that of a run to compare with or, if
-        None, chosen for all contenders.
+        The number of threads is that of the plan, else that of the interrupted run, else ``threads``. If all are None,
+        a number that suits all contenders is chosen.
         """
         folder = Path(self.bench.out)
         before = BenchRun.read(folder)

@@ -103,7 +103,7 @@ class GenerateContender:
         self._sampling = sampling
         self._assistant: Any = drafting.get("assistant_model")
         self._learned: Any = copy.deepcopy(self._assistant.generation_config) if self._assistant else None
-        """Generation config of the draft model; between answers, some schedules adapt its number of draft tokens."""
+        """Generation config of the draft model, in which some schedules adapt the number of draft tokens."""
         self._begun: Any = copy.deepcopy(self._learned)
 
     def fresh(self) -> GenerateContender:

@@ -1,4 +1,4 @@
-"""Files that hand the jobs of a replay to worker processes, in a temporary folder that its process locks."""
+"""Files that hand the jobs of a replay to worker processes, in a temporary folder that the replay locks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _files(folder: Path, number: int) -> list[Path]:
 def _remove_left_folders() -> None:
     """Remove the folders of killed processes of this user: those that are not locked and hold jobs and nothing else.
 
-    Another process may be about to lock an empty folder.
+    Empty folders stay, because another process may be about to lock one.
     """
     with suppress(OSError):
         for folder in Path(gettempdir()).iterdir():
@@ -57,7 +57,7 @@ def _remove_left_folders() -> None:
 
 @contextmanager
 def _locked(folder: Path, *, wait: bool) -> Iterator[bool]:
-    """Lock a folder during the block; yield False if it is not this user's, or another process has locked it."""
+    """Lock a folder during the block; yield False if it is another user's, or locked already, or on Windows."""
     if os.name == "nt":  # where folders cannot be opened
         yield False
         return

@@ -11,7 +11,7 @@ from hdtool.runtime.target.load import Loaded
 
 
 def measured_passes(loaded: Loaded, config: CostConfig) -> tuple[CostCurve, str]:
-    """Measure a model's cost curve and save it; return it, and why its times are in doubt (empty if they aren't)."""
+    """Measure and save a model's cost curve; return it, and a sentence on why its times are unreliable, or ""."""
     target, lengths = loaded.target, context_lengths_for(loaded, config)
     check_saving(target)
     with progress_bar(len(lengths), "contexts") as progress, Stopwatch(target.device) as watch:

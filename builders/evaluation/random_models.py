@@ -31,7 +31,7 @@ SHAPE_SEED = 0
 def load_shape(shape: str, config: ModelConfig) -> Loaded:
     """Create a model with random weights, given the name of a known shape or the path of a configuration.
 
-    Its tokenizer is loaded from the model that ``config`` names.
+    The tokenizer is that of the model which ``config`` names; a smaller vocabulary of the shape is enlarged to fit it.
     """
     tokenizer = load_tokenizer(config)
     if config.quantization:

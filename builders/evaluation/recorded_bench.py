@@ -44,7 +44,7 @@ class RecordedSampler(Sampler):
 
 
 Reproducing = Answering[RecordedTurn]
-"""Reproduces a recorded answer with real forward passes."""
+"""Function that reproduces a recorded answer with real forward passes."""
 
 
 def drafting_contender(target: Target, drafter: Drafter) -> Reproducing:

@@ -131,7 +131,7 @@ class TurnReader:
 
 
 def open_stores(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, named: StoresConfig) -> StoreSet:
-    """Open the stores to draft from, as if the model were loaded."""
+    """Open the stores that the model would draft from, without loading the model."""
     return StoreOpener(model.name, tokenizer, checkpoint_of(model), named).open()
 
 

@@ -51,13 +51,13 @@ class Scores:
     """Method whose answers all other answers are compared with; None if no such method was measured."""
     tasks: dict[str, dict[str, Score]]
     doubt: str = ""
-    """Sentence that says why the measured times allow no comparison; empty if they do."""
+    """Sentence on why the measured times cannot be compared; empty if they can."""
 
     @property
     def comparisons(self) -> tuple[str, ...]:
         """Reference methods for speedups: plain decoding, which shows the gain from drafting, then the baseline.
 
-        Empty if the measured times allow no comparison.
+        Empty if the measured times cannot be compared.
         """
         if self.doubt:
             return ()
@@ -71,7 +71,7 @@ class Scores:
     def headline(self) -> str:
         """Return a sentence on the speed of the default method or, if it was not measured, of the fastest method.
 
-        If the measured times allow no comparison, return the sentence that says why.
+        If the measured times cannot be compared, return the sentence that says why.
         """
         if self.doubt:
             return self.doubt
@@ -139,7 +139,7 @@ def timings_of(answers: Mapping[str, Sequence[AnsweredQuestion]]) -> dict[str, T
 
 
 def baseline_of(methods: Sequence[str], requested: str | None = None) -> str:
-    """Return the method that speedups are relative to; raise an ``OptionError`` if ``requested`` was not measured."""
+    """Return the baseline: ``requested``, which must be among ``methods``, or else ``generate`` or the first method."""
     if requested is None:
         return "generate" if "generate" in methods else methods[0]
     if requested not in methods:

@@ -118,7 +118,7 @@ class Timings:
     def spread(self) -> float:
         """Difference between the slowest and the fastest repeat of an answer, as a share of their median.
 
-        Returns the median over all answers; 0 without repeats.
+        This is the median over all answers; 0 without repeats.
         """
         spreads = [(max(times) - min(times)) / median(times) for times in self.repeats if len(times) > 1 and min(times)]
         return median(spreads) if spreads else 0.0

@@ -64,8 +64,8 @@ def replay(
 ) -> dict[str, ReplayResult]:
     """Replay all conversations with every contender, with a progress bar of their turns.
 
-    ``warm`` conversations are replayed before every part and left out of the results. By default, ``workers`` is the
-    number of cores if the replay has more than ``MIN_TOKENS_FOR_WORKERS`` tokens, else 1.
+    Methods that take a history first replay ``warm`` conversations, which are left out of the results. By default,
+    ``workers`` is the number of cores if the replay has more than ``MIN_TOKENS_FOR_WORKERS`` tokens, else 1.
     """
     jobs = _jobs(contenders, conversations, warm)
     for contender in contenders:  # compile the kernels once, and fail early if a store is missing

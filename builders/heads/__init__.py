@@ -1,4 +1,4 @@
 """Trains drafting heads on a frozen target model.
 
-Imports `data` and `runtime`.
+Imports ``data``, ``runtime`` and ``builders/evaluation``.
 """

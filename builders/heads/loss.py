@@ -263,7 +263,7 @@ class TargetProbs(NamedTuple):
     probs: torch.Tensor
     """``[positions, tokens]``; each position is computed once and shared by all heads that predict its token."""
     row_of: torch.Tensor
-    """``[batch, tokens]``: row of ``probs`` for each position."""
+    """``[batch, tokens]``: row of ``probs`` for each position; 0 at positions without a row."""
 
     @classmethod
     def of(cls, target: FrozenTarget, output: TargetOutput, batch: Batch, heads: Heads) -> TargetProbs:

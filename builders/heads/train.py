@@ -202,7 +202,7 @@ def _run(training: Training, settings: dict[str, Any]) -> None:
 
 
 def _report(training: Training, batches: BatchSampler, target: Target, seconds: float) -> dict[str, Any]:
-    """Return what the heads' file says of their training besides its settings."""
+    """Return the figures of the training that the heads' file records besides the settings."""
     return {
         "texts": len(batches.train),
         "tokens": batches.tokens,

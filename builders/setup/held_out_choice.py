@@ -22,7 +22,7 @@ def choose_held_out(openings: Sequence[bytes], share: float) -> frozenset[bytes]
     """Choose about ``share`` of the conversations, by hash, to hold out; return the hashes of their first questions.
 
     Conversations with the same first question are held out together or not at all, because their answers resemble each
-    other. The choice does not depend on the order of the logs.
+    other. The choice does not depend on the order of the logs. Raises RecordError for fewer than two first questions.
     """
     if not openings:
         raise RecordError(

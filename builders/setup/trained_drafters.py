@@ -24,7 +24,7 @@ from hdtool.runtime.target.load import Loaded
 
 
 def with_model_drafters(decoding: DecodeConfig, loaded: Loaded, folder: Path | None) -> DecodeConfig:
-    """Return ``decoding``, plus any trained heads and drafter found in the model's folder."""
+    """Return ``decoding`` with the model's heads in ``folder`` and, if it names no drafter, the first one there."""
     target = fingerprint(loaded.target.model)
     heads, drafter = list[str](), decoding.drafter
     drafter_folders = (

@@ -19,7 +19,7 @@ RELIABLE_ANSWERS = 12
 
 
 def doubted(stages: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return why the times that these stages measured allow no comparison; empty if they do."""
+    """Return why the times that these stages measured cannot be compared; empty if they can."""
     reasons = (str(stages.get(name, {}).get("doubt", "")) for name in ("passes", "answers"))
     return next((reason for reason in reasons if reason), "")
 
@@ -37,7 +37,7 @@ class Verdict:
 
     @property
     def doubt(self) -> str:
-        """Sentence that says why the measured times allow no comparison; empty if they do."""
+        """Sentence on why the measured times cannot be compared; empty if they can."""
         return doubted(self.stages)
 
     @property
@@ -50,7 +50,7 @@ class Verdict:
     def method(self) -> str:
         """Fastest measured method: ``hd`` or, if trained drafters are available, a method that uses one.
 
-        It is ``hd`` if the measured times allow no comparison.
+        It is ``hd`` if the measured times cannot be compared.
         """
         speeds = self.stages["answers"]["tokens_per_second"]
         candidates = [HD_METHOD] if self.doubt else [HD_METHOD, *self._offered]
@@ -75,7 +75,7 @@ class Verdict:
 
     @property
     def pays(self) -> bool | None:
-        """Whether drafting pays; None if the measured times allow no comparison."""
+        """Whether drafting pays: False if it is not lossless, and None if the measured times cannot be compared."""
         if not self.lossless:
             return False
         return None if self.doubt else self.measured >= MIN_SPEEDUP

@@ -164,7 +164,7 @@ class BuildExecutor:
         self._quiet = quiet
 
     def prepare(self, reading: RecordReader) -> None:
-        """Check the inputs before any of them is read."""
+        """Check the inputs before any of them is read; on this machine, nothing is checked."""
 
     def documents(self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
         """Yield the tokenized texts of all inputs, in input order."""

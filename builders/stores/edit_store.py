@@ -182,8 +182,8 @@ def add(
 ) -> Manifest:
     """Append documents to a store and return its new manifest.
 
-    ``kind`` is the kind of store that the documents are for; a store of another kind raises a ``StoreError``.
-    ``rankings`` replace the vocabulary rankings of a model store; None keeps them.
+    ``kind`` is the kind of store that the documents are for. A store of another kind, or one that already holds a
+    source, raises a ``StoreError``. ``rankings`` replace a model store's vocabulary rankings; None keeps them.
     """
     old = StoreContents.of(folder)
     require_store(old.manifest, folder, kind or old.manifest.kind, tokenizer)

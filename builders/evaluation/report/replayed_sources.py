@@ -101,7 +101,7 @@ def source_shares(method: str, result: ReplayResult) -> SourceShares:
 
 
 def report_data(study: Study, traces: Sequence[Trace], tokenizer: PreTrainedTokenizerBase) -> ReportData:
-    """Run the replay of ``study`` and return the data of all figures; ``traces`` are its conversations as text."""
+    """Replay ``study``, and return its source shares and a typical answer; ``traces`` are its conversations as text."""
     letters = study.store_set.letters
     whole = study.results([letters])[letters]
     questions = [trace.messages[answer.message_index - 1]["content"] for trace in traces for answer in trace.answers]
