@@ -1,4 +1,4 @@
-"""Integrations of hdtool into transformers' `generate`, vLLM, SGLang and `llm`, and hdtool's own server.
+"""Integrations of hdtool into transformers' ``generate``, vLLM, SGLang and ``llm``, and hdtool's own server.
 
-Any module of `runtime` may be imported here.
+Any module of ``runtime`` may be imported here.
 """

@@ -34,7 +34,8 @@ def generate(
 ) -> Any:
     """Generate as ``model.generate`` does, with the same arguments, and draft with the exported folder's settings.
 
-    Calls that hdtool cannot decode, such as beam search, are passed on to transformers with a warning.
+    Calls that hdtool cannot decode, such as beam search, are passed on to transformers with a warning, or raise
+    UnsupportedCallError if they have a streamer. Calls with another custom or assisted generation are passed on, too.
     """
     library = cast(Any, type(model)).generate
     if options.get("custom_generate") is not None or options.get("assistant_model") is not None:

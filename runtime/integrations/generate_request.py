@@ -1,8 +1,8 @@
 """Reads the arguments of ``model.generate``, refuses calls that the loop cannot decode, and stores rollouts.
 
 Rollouts are earlier answers to a prompt, from which later answers to it are drafted. Reinforcement learning repeats the
-same prompts in every epoch, and several times in a batch. A history search returns the latest matches of two tokens,
-which soon come from answers to other prompts. Rollouts are looked up by their prompt instead.
+same prompts in every epoch, and several times in a batch. A history would be searched by the last tokens, and its
+latest matches would soon be answers to other prompts. Rollouts are looked up by their prompt instead.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Rollouts:
     def prediction(self, prompt: Sequence[int], given: Sequence[int] = ()) -> list[int]:
         """Concatenate the earlier answers to a prompt, oldest first, and the ``given`` prediction.
 
-        The last ``TAIL`` tokens of the prompt separate them.
+        The last ``TAIL`` tokens of the prompt are inserted between any two of them.
         """
         if not self._answers:
             return list(given)

@@ -135,7 +135,7 @@ class Generator:
         its earlier answers are used to draft the new answer.
 
         Without a ``seed``, each sampled call draws a seed from torch's generator, so ``torch.manual_seed`` makes a
-        program reproducible. Each row of a batch has a seed derived from it; the first row has this one.
+        program reproducible. The first row of a batch uses the call's seed, the other rows use seeds derived from it.
         """
         self._make = drafters or partial(_drafters_of, drafter)
         self._seed = seed
@@ -197,10 +197,10 @@ class Generator:
         stop_strings: str | list[str] | None = None,
         **model_arguments: Any,
     ) -> Generated:
-        """Decode a call of ``generate``; ``seed``, ``prediction`` and ``grammar`` are arguments of that call.
+        """Decode a call of ``generate``; raise UnsupportedCallError if the loop cannot decode it.
 
-        So are ``stop_strings``, which transformers passes on because they are a parameter here. It keeps the call's
-        ``tokenizer`` to itself, so they need a generator that was made with the tokenizer.
+        ``seed``, ``prediction``, ``grammar`` and ``stop_strings`` are arguments of that call. transformers does not
+        pass on the call's ``tokenizer``, so a grammar and stop strings need a generator that was made with one.
 
         ``prediction`` holds token ids that the answer will probably contain: the drafter drafts from them, and the
         model never reads them. The whole answer matches the ``grammar``, unless it ends at ``max_new_tokens``. In a

@@ -49,7 +49,7 @@ OFFERED: Mapping[type[Settings], tuple[str, ...]] = {
 HELPS = {"method": f"Drafting method: {', '.join(METHODS)}.", "stop": "Text that ends an answer and is cut off."}
 """Help texts that replace those of the settings."""
 DEMO_MODELS = {name: name for name in demo.NAMES}
-"""Places of the demo's models, which are always available, by name."""
+"""Places, by name, of the demo's models, which are always registered."""
 HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 Configured = TypeVar("Configured", bound=Settings)
 _async_answers = ThreadPoolExecutor(1, "hdtool-llm")
@@ -127,7 +127,7 @@ class HdtoolModel(llm.Model):  # type: ignore[misc]  # llm is not installed for 
 
 
 class AsyncHdtoolModel(llm.AsyncModel):  # type: ignore[misc]  # llm is not installed for type checks
-    """Async counterpart of an ``HdtoolModel``, which it runs in a separate thread."""
+    """Async model of ``llm`` that runs an ``HdtoolModel`` in a separate thread."""
 
     can_stream = True
     supports_schema = True
@@ -191,7 +191,7 @@ _model = cache(HdtoolModel)  # `llm` registers all models again for each look-up
 
 @llm.hookimpl
 def register_models(register: Callable[..., None]) -> None:
-    """Register the demo's models and those that the user added; if the file with the latter is damaged, only warn."""
+    """Register the demo's models and those that the user added; warn if the file with the added models is damaged."""
     try:
         added = _added()
     except ModelError as error:

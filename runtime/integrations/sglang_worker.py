@@ -17,7 +17,7 @@ class HierarchyWorker(NGRAMWorker):  # type: ignore[misc]  # SGLang is not insta
     """Drafts with one drafter per request; SGLang's n-gram worker, the base class, verifies the trees.
 
     ``HierarchyCorpus`` takes the place of the corpus that the base class makes. On a GPU, SGLang captures graphs for
-    one size of tree, so all trees have it. On a CPU, trees have the size that pays.
+    one size of tree, so all trees have that size. On a CPU, trees have the size that pays.
     """
 
     draft_token_num: int

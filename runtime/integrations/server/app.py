@@ -127,7 +127,10 @@ class ApiKeys:
         return sorted({*self.tenant_of_key.values()}) or [SHARED_TENANT]
 
     def tenant(self, authorization: str | None) -> str | None:
-        """Return the tenant whose key is in an ``Authorization`` header; None if the key is missing or wrong."""
+        """Return the tenant whose key is in an ``Authorization`` header; None if the key is missing or wrong.
+
+        If there are no keys, this is the shared tenant.
+        """
         if not self.tenant_of_key:
             return SHARED_TENANT
         scheme, _, given = (authorization or "").partition(" ")
@@ -341,7 +344,7 @@ class TimedProtocol(H11Protocol):
         self.loop.call_later(HEADER_SECONDS, self._close_without_request, self.scope)
 
     def _close_without_request(self, last_scope: object) -> None:
-        """Close the connection if no request has arrived since the one with ``last_scope``, or None for the first."""
+        """Close the connection if no request has arrived since ``last_scope``, the scope of the last one, if any."""
         if self.scope is last_scope and not self.transport.is_closing():
             self.transport.close()
 
@@ -392,7 +395,7 @@ async def _whole(answers: ChoiceStream, choices: int, form: Format) -> Response:
 
 
 async def _unless_disconnected(request: Request, answer: Callable[[], Awaitable[Response]]) -> Response:
-    """Await ``answer()`` and return its response; cancel it if the client disconnects."""
+    """Return the response of ``answer()``; if the client disconnects first, cancel it and return an empty response."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -15,7 +15,7 @@ MIB = 2**20
 
 
 async def read_body(request: Request, max_mib: int, seconds: float) -> bytes:
-    """Read the body of a request; raise RequestError if it is too large or does not arrive in time."""
+    """Read a request's body; raise RequestError if it is too large, arrives late, or the client disconnects."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_mib * MIB:
         raise _too_large(max_mib)

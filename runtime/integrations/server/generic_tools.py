@@ -41,11 +41,11 @@ class GenericTools:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Self | None:
-        """Return a renderer for a tokenizer's model; None if its chat template presents tools, or if it has none."""
+        """Return a renderer for a tokenizer's model; None if it has no chat template, or one that presents tools."""
         return None if presents_tools(tokenizer) or not has_chat_template(tokenizer) else cls(tokenizer)
 
     def conversation(self, messages: Sequence[JsonDict], tools: Sequence[JsonDict]) -> list[JsonDict]:
-        """Convert a conversation to system, user and assistant messages only, the first of which presents the tools.
+        """Convert a conversation to system, user and assistant messages only, and present the tools in the first one.
 
         Tool results become user messages, joined with adjacent ones for templates that require alternating roles.
         """

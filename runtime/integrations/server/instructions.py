@@ -1,4 +1,4 @@
-"""Instructions after the start of a conversation, which some chat templates refuse."""
+"""System messages after the start of a conversation, and their conversion for chat templates that refuse them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONVERSATION = (
 
 
 def takes_late_instructions(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if the chat template renders system messages wherever they occur in a conversation."""
+    """Return True if the chat template, if any, renders system messages wherever they occur in a conversation."""
     return not has_chat_template(tokenizer) or _shows(tokenizer, CONVERSATION, LATE_INSTRUCTIONS)
 
 
@@ -62,7 +62,7 @@ def with_early_instructions(messages: Sequence[dict[str, Any]]) -> list[dict[str
 def join_changed(messages: Iterable[tuple[dict[str, Any], bool]]) -> list[dict[str, Any]]:
     """Join messages that have been changed with those of the same role next to them.
 
-    Each message comes with whether it has been changed.
+    Each item of ``messages`` is ``(message, is_changed)``.
     """
     made: list[dict[str, Any]] = []
     joins = False

@@ -65,7 +65,7 @@ class Body(StrictJson):
 
 
 class SampledRequest(Body):
-    """The fields of requests for answers that all APIs share, under one name."""
+    """The fields that requests for answers have in all APIs, under the same names."""
 
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -268,7 +268,7 @@ class ToolChoice:
         return cls(tuple(tools), tuple(wanted), max_calls=1)
 
     def grammar(self, prompt: str) -> Grammar | None:
-        """Return the grammar that an answer to the rendered ``prompt`` must match; None if it is free."""
+        """Return the grammar that an answer to the rendered ``prompt`` must match; None if any answer is allowed."""
         if self.is_generic:
             is_thinking = prompt.rstrip().endswith(THINK_OPENING)
             is_required = bool(self.required)

@@ -85,7 +85,7 @@ class PreparedPrompt:
 
 
 class AnswerReaders(NamedTuple):
-    """What splits one answer's text into plain text, tool calls and thinking."""
+    """Readers that split one answer's text into plain text, tool calls and thinking."""
 
     calls: ToolCallReader | None = None
     thinking: ThinkingReader | None = None
@@ -167,7 +167,7 @@ class Preparer:
         return self._generic_tools.conversation(messages, choice.tools), replace(choice, is_generic=bool(choice.tools))
 
     def _call_grammar(self, choice: ToolChoice, rendered: str) -> Grammar | None:
-        """Return the grammar of an answer with calls; raise RequestError for the first tool that it cannot hold."""
+        """Return the grammar that the tools require, if any; raise RequestError for the first unusable tool schema."""
         grammar = choice.grammar(rendered)
         try:
             self._guide(grammar)

@@ -129,7 +129,7 @@ class Scheduler:
 
     @property
     def cached_tokens(self) -> int:
-        """Number of tokens whose contexts the batch slots hold, idle or in use."""
+        """Number of tokens in the KV caches of all batch slots, idle or in use."""
         return sum(slot.valid for slot in cache.slots) if (cache := self._cache) else 0
 
     def stores(self, tenant: str) -> StoreSet:
