@@ -184,7 +184,7 @@ class RankingRecorder:
 
 
 def collect(answerer: Answerer, prompts: Sequence[Prompt], file: GenerationFile) -> Iterator[int]:
-    """Answer the prompts missing in ``file``; yield the number of answered prompts, initially and after each prompt."""
+    """Add the answers that ``file`` lacks; yield the number of answered prompts. Ctrl-C raises KeyboardInterrupt."""
     with file.open(prompts) as left:
         done = len(prompts) - len(left)
         yield done

@@ -217,7 +217,7 @@ def _writable(name: str, folder: Path, variable: str) -> Finding:
 
 
 def _compiled_code() -> Finding:
-    """Report which parts of the program are compiled for this processor, and where all compiled code is kept."""
+    """Report which parts of the program are not compiled yet, if any, and the folder and size of the compiled code."""
     folder = code_folder().parent
     size = size_of(folder)
     if missing := [NOUNS[part] for part in PARTS if not is_compiled(part)]:

@@ -60,7 +60,7 @@ def generate(*arguments: Any, model: Any, **options: Any) -> Any:
 
 
 def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: StoresConfig) -> list[Path]:
-    """Write a model folder that makes ``generate`` draft with hdtool; return the model files that it links to."""
+    """Write a model folder that drafts with hdtool, or raise a ModelError; return the model files that it links to."""
     code = OutputFile(out / CODE_FILE, "a file of hdtool export", _is_ours, ModelError)
     requirements = OutputFile(out / REQUIREMENTS_FILE, "a file of hdtool export", _is_our_list, ModelError)
     _check_destination(out)
@@ -97,7 +97,7 @@ def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: Stores
 
 
 def _check_drafting(source: Path, decoding: DecodeConfig, stores: StoresConfig) -> None:
-    """Raise if the model has no tokenizer, or if a named store does not fit the tokenizer."""
+    """Raise an HdtoolError if the model has no tokenizer, or if a named store does not fit the tokenizer."""
     tokenizer = load_tokenizer(ModelConfig(str(source)))
     StoreOpener(str(source), tokenizer, None, stores).check_named(decoding.databases)
 
@@ -147,7 +147,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _link(file: Path, to: Path) -> None:
-    """Make ``to`` a symbolic link to ``file``, or a hard link where the system refuses symbolic links."""
+    """Make ``to`` a link to ``file``, symbolic if possible, else hard; raise a ModelError if ``to`` is another file."""
     target = file.resolve()
     if os.path.lexists(to):
         if _is_link_to(to, target):
@@ -226,7 +226,7 @@ class ExportedCorpus:
 
 
 def export_corpus(model: ModelConfig, out: Path, stores: StoresConfig, history: str = MEMORY) -> ExportedCorpus:
-    """Write the documents of a history and of the named stores, or of all that fit the model, to a new file."""
+    """Write the documents of a history and of the named or fitting stores to a new file; return what was written."""
     file = OutputFile(out, "an empty file", lambda path: False, StoreError)
     file.check()
     tokenizer = load_tokenizer(model)
@@ -245,7 +245,7 @@ def export_corpus(model: ModelConfig, out: Path, stores: StoresConfig, history: 
 def _documents(
     tokenizer: PreTrainedTokenizerBase, model: Checkpoint | None, stores: StoresConfig, history: str
 ) -> tuple[list[Path], Iterator[Document], int]:
-    """Return the folders to export, an iterator over their documents, and the documents' total number of tokens."""
+    """Return ``(folders, documents, number of tokens)`` of the stores to export; raise StoreError if there are none."""
     found = StoreOpener("", tokenizer, model, stores).open()
     fingerprint = found.tokenizer or TokenizerFingerprint.of(tokenizer)
     contents = [StoreContents.of(store.folder) for store in found.opened.values()]
@@ -267,7 +267,7 @@ def _documents(
 
 
 def _history_folder(history: str, tokenizer: TokenizerFingerprint, model: Checkpoint | None) -> Path | None:
-    """Return the folder of the history store that ``--history`` selects, or None if it selects no store on disk."""
+    """Return the folder of the history store that ``--history`` selects, which must exist; None if it selects none."""
     if history in (MEMORY, NO_HISTORY):
         return None
     if history != HOME:

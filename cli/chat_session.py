@@ -187,7 +187,7 @@ class ChatSession:
     def _ask(self, messages: list[Message]) -> None:
         """Answer the last of these messages, and store the messages and the answer as the session's conversation.
 
-        If Ctrl-C comes before any text, the conversation stays unchanged.
+        If Ctrl-C comes before any text, the conversation stays unchanged. Raises PromptError if the context is full.
         """
         self.is_interrupted = False
         try:

@@ -1,4 +1,4 @@
-"""Command class with panels and examples in its help, and helpers for options and for line wrapping.
+"""Command class with panels and examples in its help, and the checks of options and of the model argument.
 
 A command accepts the model as its first argument or by ``--model``, and rejects options that have no effect.
 """

@@ -61,7 +61,7 @@ TRANSFORMERS, SGLANG = TARGETS = "transformers", "sglang"
 DEFAULT_LIMIT = 10_000_000
 """Maximum number of corpus tokens that SGLang accepts by default."""
 EXAMPLE_NODES = 8
-"""Number of draft tokens from the corpus, which the printed command must state; SGLang drafts 11 by default in all."""
+"""Draft tokens to take from the corpus in the printed command, as SGLang has no default; it drafts 11 in all."""
 TargetFormat = Annotated[
     str,
     Option(

@@ -37,7 +37,7 @@ class SelectedOptions:
     is_argument: bool = False
     """True if the command also accepts the model as its first argument, without ``--model``."""
     no_effect: NoEffect = Use.no_effect
-    """Says when these options have no effect, except those in ``still_used``."""
+    """Function that says when these options have no effect, except those in ``still_used``."""
     still_used: tuple[str, ...] = ()
 
     def described(self, **helps: Any) -> SelectedOptions:
@@ -59,12 +59,12 @@ class SelectedOptions:
 
 
 def only(*names: str, **defaults: Any) -> SelectedOptions:
-    """Select only these options, in this order."""
+    """Select only these options, in this order, with these ``defaults`` in place of those of the settings."""
     return SelectedOptions(names, defaults=defaults)
 
 
 def without(*names: str, **defaults: Any) -> SelectedOptions:
-    """Select all options except these."""
+    """Select all options except these, with these ``defaults`` in place of those of the settings."""
     return SelectedOptions(left_out=names, defaults=defaults)
 
 
@@ -125,7 +125,7 @@ def _value(name: str, given: Any) -> Any:
 
 
 def parse_numbers(name: str, listed: str | None, kind: Callable[[str], T], expected: str) -> tuple[T, ...] | None:
-    """Parse an option that takes comma-separated numbers. Returns None if the option was not given."""
+    """Parse an option of comma-separated numbers, or raise OptionError. Returns None if the option was not given."""
     try:
         return None if listed is None else tuple(map(kind, listed.split(",")))
     except ValueError:

@@ -138,7 +138,7 @@ def question_id(name: str) -> int | str:
 
 
 def _split_by_turn(lengths: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """Split ``lengths``, the acceptance lengths of all steps, by turn; ``counts`` has each turn's number of steps."""
+    """Split ``lengths``, one per step, into turns of ``counts`` steps. Raises ValueError if the totals differ."""
     if sum(counts) != len(lengths):
         raise ValueError("accept_lengths and decoding_steps differ")
     rest = iter(lengths)

@@ -81,7 +81,7 @@ class Artifact:
         return sum(size for size, _ in self.files.values())
 
     def kept(self) -> Artifact | None:
-        """Return the artifact in this folder, or None if a file has changed or kind, versions or identity differ."""
+        """Return the artifact in this folder; None if it is missing, changed or of other kind, versions or identity."""
         kept, alike = Artifact.read(self.folder), (self.kind, self.versions, self.identity)
         with suppress(OSError, ValueError):
             if kept and (kept.kind, kept.versions, kept.identity) == alike:

@@ -74,7 +74,7 @@ class Results:
 
 
 def read_results(folder: Path) -> Results:
-    """Read the results in a folder, even of an incomplete run. Raises ResultError if there are none or they are bad."""
+    """Read the results in a folder, even of an incomplete run. Raises ResultError if none can be read."""
     run = BenchRun.read(folder)
     if run is None:
         raise ResultError(f"{folder} holds no results: make some with hdtool bench --out {folder}")
@@ -122,7 +122,7 @@ class ResultFolder:
     """Writer of a benchmark's answers to a results folder that the caller has locked."""
 
     def __init__(self, folder: Path, run: BenchRun, ids: Sequence[int | str]) -> None:
-        """Start a run, or resume the folder's. Raises ResultError if its settings or ordered question ids differ."""
+        """Start a run over the questions ``ids``, or resume the folder's run; raise ResultError if that is another."""
         self.folder = folder
         self.run = run
         self.answered = self._resume(ids)

@@ -58,7 +58,7 @@ def read_conversation(
     tools: Sequence[dict[str, Any]] = (),
     variables: Variables = NO_VARIABLES,
 ) -> tuple[str, list[int]]:
-    """Return the rendered text of a prompt and its token ids. Takes the same arguments as ``encode_conversation``."""
+    """Return the rendered text of a prompt and its token ids. Arguments and errors are ``encode_conversation``'s."""
     if chat is None:
         chat = has_chat_template(tokenizer)
     if tools and not chat:

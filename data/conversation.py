@@ -124,7 +124,7 @@ class Conversation:
 
 
 def with_answers(questions: Conversation, answers: Conversation) -> Conversation:
-    """Combine a request or questions with their answers; unanswered questions are dropped, extra answers an error."""
+    """Combine a request or questions with their answers. Drops unanswered questions; RowError for extra answers."""
     turns: Sequence[Turn] = (*questions.turns, *answers.turns)
     prompted = len(questions.turns)
     if questions.kind == QUESTIONS:
@@ -293,7 +293,7 @@ def _request_messages(body: dict[str, Any]) -> list[Turn]:
 
 
 def answer_turns(response: Any) -> list[Turn]:
-    """Parse a response into the turns of the answer: none if the request failed or the response has no choices."""
+    """Parse a response into the answer's turns, none if the request failed. Raises RowError if the form is unknown."""
     if isinstance(response, str):
         text = _streamed(response) if response.lstrip().startswith(SSE_PREFIX) else response
         return [Turn(ASSISTANT, text)]
@@ -322,7 +322,7 @@ def _list_turns(parts: list[Any]) -> list[Turn]:
 
 
 def _choice_turns(choices: list[Any]) -> list[Turn]:
-    """Return one turn for the choices, which are alternative answers: the first text, or "" if no choice has text."""
+    """Return one turn with the text of the first choice that has any, or an empty list if there are no choices."""
     texts = [_choice_text(choice) for choice in sorted(choices, key=_choice_index)]
     if not texts:
         return []
@@ -348,7 +348,7 @@ def _streamed(text: str) -> str:
 
 
 def _joined(chunks: Iterable[Any]) -> str:
-    """Concatenate the text of streamed chunks. If there are several choices, only the first is used."""
+    """Concatenate the text of the first choice in streamed chunks. Raises RowError unless every chunk is an object."""
     texts: list[Any] = []
     for chunk in chunks:
         if not isinstance(chunk, dict):

@@ -209,7 +209,7 @@ class ConversationCounts:
 
 
 def write_canonical(reader: ConversationReader, file: OutputFile, progress: ProgressBar) -> ConversationCounts:
-    """Write all conversations in order and return their counts. Raises RecordError, writing no file, without any."""
+    """Write all conversations in order and return their counts. Without any, raises RecordError and writes no file."""
     written = ConversationCounts()
     with file.replaced() as stream, compressed(stream, file.path) as lines:
         for located in reader.conversations():

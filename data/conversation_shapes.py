@@ -67,7 +67,7 @@ def is_collected(row: dict[str, Any]) -> bool:
 
 
 def with_ids(turns: Sequence[Turn], row: dict[str, Any]) -> list[Turn]:
-    """Attach the token ids and rankings recorded in ``row`` to the last answers; earlier ones belong to the prompt."""
+    """Attach the token ids and rankings recorded in ``row`` to the last answers. Raises RowError if they do not fit."""
     answers, max_tokens = row["answers"], row.get("max_new_tokens")
     places = [index for index, turn in enumerate(turns) if turn.by_model]
     if not isinstance(answers, list) or not 0 < len(answers) <= len(places):
@@ -215,7 +215,7 @@ def _chat(row: dict[str, Any]) -> Conversation | None:
 
 
 def _exchange(row: dict[str, Any]) -> Conversation | None:
-    """Parse a row that holds a request, a response or both; return None if it has neither."""
+    """Parse a row with a request, a response or both; None if it has neither. An error alone raises RowError."""
     request_turns = _request(row)
     answer = _answer(row, structured=request_turns is not None)
     if request_turns is None and answer is None:

@@ -33,7 +33,7 @@ SPARE_BYTES = 1 << 26
 
 
 def require_room(name: str, needed: int, folder: Path, variable: str) -> None:
-    """Raise ModelError unless ``needed`` bytes for ``name`` fit in ``folder``, which the variable ``variable`` sets."""
+    """Raise ModelError if ``folder``, which the environment variable ``variable`` sets, lacks ``needed`` free bytes."""
     if (free := shutil.disk_usage(folder).free) < needed + SPARE_BYTES:
         raise ModelError(
             f"{name} needs {needed:,} bytes in {folder}, whose disk has {free:,}: make room, or let {variable} name a "

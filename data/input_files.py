@@ -197,7 +197,7 @@ def _is_input(path: Path) -> bool:
 
 
 def read_text(path: Path, advice: str) -> str:
-    """Return the text of a file. Raises PromptError if it cannot be read or, ending with ``advice``, is not UTF-8."""
+    """Return the text of a file. Raises PromptError if it cannot be read or, with ``advice``, if it is not UTF-8."""
     with input_errors_as(path, PromptError):
         data = path.read_bytes()
     try:

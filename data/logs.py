@@ -213,7 +213,10 @@ def is_server_log(head: bytes) -> bool:
 
 
 def log_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[FileRow]:
-    """Yield a row per line with a JSON body, and per exchange a row with ``request``, ``response`` or both."""
+    """Yield a row per line with a JSON body, and per exchange a row with ``request``, ``response`` or both.
+
+    Raises RecordError if the log has neither.
+    """
     logs = (VllmLog(), LlamaServerLog())
     has_rows = False
     for number, line in enumerate(stream, start=1):
@@ -283,7 +286,7 @@ where {table}.response_id = ? order by {table}."order"
 
 
 def database_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[FileRow]:
-    """Yield a row in chat format for each conversation in a database of the ``llm`` tool."""
+    """Yield a row in chat format for each conversation in ``llm``'s database. Other databases raise RecordError."""
     with as_file_on_disk(raw.path, stream) as (file, _):
         try:
             with closing(_opened(file)) as database:

@@ -29,7 +29,7 @@ TOOL_EXAMPLE = '{"type": "function", "function": {"name": ..., "parameters": {..
 
 
 def read_tools(path: Path) -> tuple[dict[str, Any], ...]:
-    """Read the tools in a JSON file, which holds a list of tools or an object with a list ``tools``."""
+    """Read the tools in a JSON file: a list, or an object with a list ``tools``. Raises PromptError if it has none."""
     with input_errors_as(path, PromptError):
         data = path.read_bytes()
     try:
@@ -69,7 +69,7 @@ def read_prediction(path: Path) -> str:
 
 
 def prediction_of(value: Any, where: str) -> str:
-    """Return the text of a prediction in JSON: a non-empty string, or an object in OpenAI's format; "" for null."""
+    """Return the text of a prediction: a string, OpenAI's format or null (""). Raises PromptError for anything else."""
     if value is None:
         return ""
     if isinstance(value, dict) and value.get("type") == CONTENT_TYPE:
@@ -125,7 +125,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
-        """Create a grammar that accepts JSON valid under ``schema``, which is an object or its JSON text."""
+        """Create a grammar of the JSON that is valid under ``schema``. Raises PromptError if that is no JSON schema."""
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
             text = json.dumps(parsed, ensure_ascii=False)
@@ -147,7 +147,7 @@ class Grammar:
 
 
 def read_grammar(kind: GrammarKind, path: Path) -> Grammar:
-    """Read a grammar from a file."""
+    """Read a grammar from a file. Raises PromptError if the file cannot be read or holds none."""
     text = read_text(path, "give it as UTF-8 text")
     try:
         return Grammar.json_schema(text) if kind is GrammarKind.JSON_SCHEMA else Grammar(kind, text)
@@ -158,7 +158,8 @@ def read_grammar(kind: GrammarKind, path: Path) -> Grammar:
 def grammar_of(row: Mapping[str, Any], where: str) -> Grammar | None:
     """Return the grammar in a row of a prompts file, or None if the row has none.
 
-    The grammar is given under the key of a ``GrammarKind`` or as OpenAI's ``response_format``, but not both.
+    The grammar is given under the key of a ``GrammarKind`` or as OpenAI's ``response_format``. Raises PromptError if
+    several are given or one is invalid.
     """
     kinds = [kind for kind in GrammarKind if row.get(kind.value) is not None]
     response_format = _response_format_grammar(row.get(RESPONSE_FORMAT), where)
@@ -306,7 +307,7 @@ def _require_text(row: Any) -> None:
 def _split_at_last_question(conversation: Conversation) -> tuple[tuple[Message, ...], tuple[str, ...]]:
     """Return ``(messages, later_turns)``: the messages to answer first, and the user's turns to answer after that.
 
-    Recorded answers to the last question are left out.
+    Recorded answers to the last question are left out. Raises RowError if there are only answers.
     """
     turns = list(conversation.turns)
     if conversation.kind == TEXT:

@@ -169,7 +169,7 @@ def json_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[FileRow]:
     """Yield a row per item of a JSON array or per line of JSON Lines, or one row for any other JSON value.
 
     An array with the messages of one conversation is one row. A file whose first line is a complete value, but not an
-    array, is read as JSON Lines.
+    array, is read as JSON Lines. Raises RecordError if the JSON is invalid.
     """
     opening = _first_lines(stream)
     if first_byte(opening) != b"[":

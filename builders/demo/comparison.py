@@ -45,7 +45,7 @@ class SpeedUp:
 
     @classmethod
     def of(cls, figures: Figures, other: Figures) -> SpeedUp:
-        """Return how many times as fast a method is as another for the same tokens."""
+        """Return how many times as fast the method with ``figures`` is as that with ``other``, for the same tokens."""
         return cls(other.seconds / figures.seconds, other.cpu_seconds / figures.cpu_seconds)
 
     @property
@@ -121,7 +121,7 @@ def median_figures(rounds: Sequence[AnsweredTurn], device: torch.device) -> Figu
 
 
 def engine_and_generate(loaded: Loaded, loading: ModelConfig, prompt: Prompt) -> tuple[Figures, Figures]:
-    """Answer a prompt on one thread with transformers' ``generate`` and with plain decoding; return both figures.
+    """Answer a prompt on one thread with ``generate`` and then with plain decoding; return ``(generate, plain)``.
 
     With several threads, a library that busy-waits would take the cores of a busy machine from everything else.
     """

@@ -245,7 +245,7 @@ class BenchPlan:
         self._answer(bench, results)
 
     def _check_methods(self, files: Mapping[str, Path]) -> list[str]:
-        """Raise an error if a chosen method cannot be measured; return the contenders of llama.cpp that can be."""
+        """Raise an error if a chosen method cannot be measured; return llama.cpp's contenders that can be measured."""
         chosen = self.bench.methods or ()
         obstacles = {name: exclusion_reason(name, files, self.model, self.sampling) for name in LLAMA_CPP}
         for name in chosen:

@@ -50,7 +50,7 @@ class Contender(Protocol):
     """Answers prompts and measures how long each answer takes."""
 
     def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
-        """Answer a prompt.
+        """Answer a prompt, and return the answer with its measurements.
 
         ``guide`` enforces a grammar and serves this answer only. ``prediction`` is the expected answer, for contenders
         that can draft from it.

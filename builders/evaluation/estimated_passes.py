@@ -130,7 +130,7 @@ def _layer_experts(model: Any, config: Any) -> Iterator[LayerExperts]:
 
 
 def _expert_count(experts: Module) -> int:
-    """Return the number of experts: the length of a module list, or the first dimension of stacked weights."""
+    """Return the number of experts: the length of a module list, or the first dimension of stacked weights, or 0."""
     if isinstance(experts, ModuleList):
         return len(experts)
     stacked = [weight for weight in experts.parameters(recurse=False) if weight.dim() == 3]

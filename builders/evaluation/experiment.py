@@ -108,9 +108,9 @@ class DecodedTurn(AnsweredTurn):
 
 
 def timed_turn(target: Target, request: Request[Any], *, prefix_caching: bool = False) -> DecodedTurn:
-    """Answer a request and time it; the turn's text is left empty.
+    """Answer a request, and return the timed answer, whose text is left empty.
 
-    With ``prefix_caching``, a contender would profit from prompts that another contender has prefilled.
+    With ``prefix_caching``, a prefix of the prompt that an earlier answer left in the cache is not prefilled again.
     """
     stats, later, steps = Stats(), Stats(), list[Step]()
     decoding = decode_request(target, request, prefix_caching=prefix_caching)

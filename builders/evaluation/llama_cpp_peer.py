@@ -114,7 +114,7 @@ class LlamaCppContender:
         return output_ids
 
     def _provide(self, tokens: int) -> None:
-        """Load the model, unless it is already loaded with a KV cache of at least ``tokens`` tokens."""
+        """Load the model, or raise a ModelError, unless it is loaded with a KV cache of at least ``tokens`` tokens."""
         if self._context >= tokens:
             return
         from llama_cpp import Llama

@@ -32,6 +32,7 @@ def load_shape(shape: str, config: ModelConfig) -> Loaded:
     """Create a model with random weights, given the name of a known shape or the path of a configuration.
 
     The tokenizer is that of the model which ``config`` names; a smaller vocabulary of the shape is enlarged to fit it.
+    Raises an OptionError for a quantization, and a ModelError if the model does not fit into memory.
     """
     tokenizer = load_tokenizer(config)
     if config.quantization:
@@ -65,7 +66,7 @@ def load_shape(shape: str, config: ModelConfig) -> Loaded:
 
 
 def estimated_passes(shape: str, config: ModelConfig, costs: CostConfig) -> CostCurve:
-    """Estimate the cost of a model's forward passes from its shape or configuration, without allocating weights."""
+    """Estimate a model's cost curve from its shape, without allocating weights. A quantization raises OptionError."""
     assert costs.bandwidth
     if config.quantization:
         raise OptionError(f"--quantization {config.quantization} has no effect on an estimate: leave it out")

@@ -96,7 +96,7 @@ class TurnReader:
         return RecordedTurn(trace.id, trace.category, number, prompt, answer, max_tokens, recorded.rankings)
 
     def _answer(self, prompt_text: str, prompt: list[int], messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of an answer recorded as text, including the stop token that ends it."""
+        """Return the token ids of an answer recorded as text, with a stop token, or raise PromptError without any."""
         text = messages[-1]["content"]
         whole = (
             conversation_text(self.tokenizer, messages, chat=True, answered=True) if self._chat else prompt_text + text

@@ -232,7 +232,7 @@ def replay_method(
     on_turn: Callable[[], None] = lambda: None,
     warm: Sequence[RecordedTurn] = (),
 ) -> ReplayResult:
-    """Replay recorded answers in order, with a fresh drafter and a new history.
+    """Return the result of replaying recorded answers in order, with a fresh drafter and a new history.
 
     The turns of ``warm`` are replayed first and left out of the result. ``on_turn`` is called after every turn,
     including the turns of ``warm``.

@@ -116,10 +116,7 @@ class Timings:
 
     @property
     def spread(self) -> float:
-        """Difference between the slowest and the fastest repeat of an answer, as a share of their median.
-
-        This is the median over all answers; 0 without repeats.
-        """
+        """Median over the answers of (slowest repeat - fastest repeat) / median repeat; 0 without repeats."""
         spreads = [(max(times) - min(times)) / median(times) for times in self.repeats if len(times) > 1 and min(times)]
         return median(spreads) if spreads else 0.0
 
@@ -127,8 +124,8 @@ class Timings:
 def doubt(timings: Mapping[str, Timings]) -> str:
     """Return a sentence that says why no speed-up follows from these timings; empty if they are sound.
 
-    They are in doubt if the threads of a method waited for cores longer than ``MAX_WAITED``, or if repeats of the same
-    answer scatter by more than ``MAX_SPREAD``.
+    They are in doubt if the threads of a method waited for cores longer than ``MAX_WAITED`` per second, or if repeats
+    of the same answer scatter by more than ``MAX_SPREAD``.
     """
     if not timings:
         return ""

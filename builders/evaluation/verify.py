@@ -90,7 +90,7 @@ class Explanation:
     """Token chosen by the more precise computation."""
     near_tie: bool = False
     reason: str = ""
-    """Why there is no evidence; empty if there is."""
+    """Why the difference could not be examined; empty if it was."""
 
 
 class Verifier:
@@ -122,7 +122,7 @@ class Verifier:
     def check(
         self, prompt: str, ids: list[int], grammar: Grammar | None = None, prediction: Sequence[int] = ()
     ) -> Check:
-        """Answer a prompt with and without drafts and compare all tokens."""
+        """Answer a prompt with and without drafts, compare all tokens, and return what differs."""
         plain = self._plain.answer(ids, self._guide(grammar))
         drafted = self._drafted.answer(ids, self._guide(grammar), prediction)
         pairs: list[tuple[Oracle, AnsweredTurn, AnsweredTurn]] = [(Oracle.PLAIN, plain, drafted)]
@@ -136,7 +136,7 @@ class Verifier:
         return Check(prompt, len(plain.output_ids), steps, [difference for difference in differences if difference])
 
     def explain(self, differences: Iterable[Difference]) -> list[Explanation]:
-        """Recompute the logits at each difference in the working precision and in the next higher one.
+        """Explain each difference by logits recomputed in the working precision and in the next higher one.
 
         Models with quantized layers are recomputed token by token instead of in a higher precision.
         """

@@ -62,7 +62,7 @@ def replay(
     warm: Sequence[RecordedConversation] = (),
     title: str = "replay",
 ) -> dict[str, ReplayResult]:
-    """Replay all conversations with every contender, with a progress bar of their turns.
+    """Return each contender's result of replaying all conversations; show a progress bar of their turns.
 
     Methods that take a history first replay ``warm`` conversations, which are left out of the results. By default,
     ``workers`` is the number of cores if the replay has more than ``MIN_TOKENS_FOR_WORKERS`` tokens, else 1.

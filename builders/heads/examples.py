@@ -32,7 +32,7 @@ class Example:
 
 
 def read_examples(reading: RecordReader, turns: TurnReader, window: int, progress: ProgressBar) -> list[Example]:
-    """Return all records as examples of at most ``window`` tokens; raise a ``RecordError`` if there are no examples."""
+    """Return the examples of at most ``window`` tokens in all records; raise a ``RecordError`` if there are none."""
     examples: list[Example] = []
     max_length = 0
     for record in reading.whole_records():

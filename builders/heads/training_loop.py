@@ -55,7 +55,7 @@ class Training:
         processes: Processes,
         stored: HiddenStatesFile | None = None,
     ) -> None:
-        """``stored`` caches the target's hidden states; if it is None, the target computes them for each batch."""
+        """``stored`` caches hidden states; if None, the target computes them. A batch needs a text for each process."""
         self.heads = heads
         self.history = TrainingHistory()
         self.steps = batches.steps
@@ -71,7 +71,7 @@ class Training:
     def run(self, settings: dict[str, Any]) -> Iterator[int]:
         """Train to the end, yielding the number of steps done.
 
-        Raises a ``HeadsError`` if there is a checkpoint whose settings differ from ``settings``.
+        Raises a ``HeadsError`` if a checkpoint has other settings than ``settings``, or if the loss is not finite.
         """
         done = self._restore(settings)
         yield done

@@ -86,7 +86,7 @@ def replay_by_source(
     curve: CostCurve,
     overhead: Overhead,
 ) -> dict[str, Any]:
-    """Measure tokens per step as sources are added one by one, and predict tokens per second.
+    """Return tokens per step as sources are added one by one, and predicted tokens per second.
 
     The predictions use all sources but the history, which starts empty.
     """

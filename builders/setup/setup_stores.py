@@ -41,12 +41,12 @@ class SetupStores:
         return manifest if all(_file_digest(path, path.stat().st_mtime_ns) in held for path in inputs) else None
 
     def check(self) -> None:
-        """Raise if a folder is not a valid destination for a build, or holds a store that must not be replaced."""
+        """Raise a StoreError if a folder cannot hold a new store, or holds a store that must not be replaced."""
         for kind, folder in self.folders.items():
             check_replaceable(folder, self.replacement_check(kind))
 
     def build_effect(self, kind: str) -> str:
-        """Return what a build does to a folder, to be printed before the folder's path."""
+        """Return a phrase for what a build does to a folder, such as "goes to", to be printed before the path."""
         folder = self.folders[kind]
         if not holds_manifest(folder):
             return "goes to"
@@ -58,7 +58,7 @@ class SetupStores:
         return "replaces the store in" if self.replace else "cannot replace the store in"
 
     def replacement_check(self, kind: str) -> FolderCheck | None:
-        """Return a check that raises if a folder's store must not be replaced; None if ``replace`` is True."""
+        """Return a check that raises a StoreError if a store must not be replaced; None if ``replace`` is True."""
         return None if self.replace else partial(self._refuse_other, kind)
 
     def _refuse_other(self, kind: str, folder: Path) -> None:

@@ -128,7 +128,7 @@ class Stages:
         return {name: title for name, (title, _) in self._stages.items()}
 
     def check(self) -> None:
-        """Check in advance: raise if a destination is invalid or holds a store that must not be replaced."""
+        """Raise a StoreError in advance if a destination is invalid or holds a store that must not be replaced."""
         self._planned.check()
 
     def run(self, on_stage: Callable[[str], None]) -> None:

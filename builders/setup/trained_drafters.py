@@ -24,7 +24,7 @@ from hdtool.runtime.target.load import Loaded
 
 
 def with_model_drafters(decoding: DecodeConfig, loaded: Loaded, folder: Path | None) -> DecodeConfig:
-    """Return ``decoding`` with the model's heads in ``folder`` and, if it names no drafter, the first one there."""
+    """Return ``decoding`` with the heads in ``folder`` that fit the model and, unless set, the first drafter there."""
     target = fingerprint(loaded.target.model)
     heads, drafter = list[str](), decoding.drafter
     drafter_folders = (

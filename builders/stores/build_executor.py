@@ -82,7 +82,7 @@ class SortedShard(NamedTuple):
 
 
 def sort_shard(tokens: Tokens, end: int) -> SortedShard:
-    """Sort the suffixes of a shard's tokens, in which each document is followed by the token ``end``."""
+    """Return the lookup arrays of a shard's tokens, in which each document is followed by the token ``end``."""
     # Suffixes that start with an end token sort last, and no lookup needs them.
     suffixes = suffix_array(tokens)[: np.count_nonzero(tokens != end)]
     heads = np.zeros(end + 1, np.uint32)

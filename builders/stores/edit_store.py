@@ -204,7 +204,7 @@ def drop(folder: Path, name: str) -> DropResult:
     """Rebuild a store without one source, so that no file keeps content that only this source had.
 
     ``name`` selects the source by its recorded name, by a file name that is unique among the sources, or by at least 8
-    digits of its hash.
+    digits of its hash. Raises a ``StoreError`` if the store holds no such source, or no other one.
     """
     delete_old_builds(folder)  # a killed drop may have left the files of a source that the manifest no longer names
     old = StoreContents.of(folder)
@@ -222,7 +222,7 @@ def drop(folder: Path, name: str) -> DropResult:
 
 
 def _selected(folder: Path, shares: Sequence[InputShare], name: str) -> tuple[InputShare, ...]:
-    """Return the share of the source that ``name`` selects; several if their names and hashes are equal."""
+    """Return the shares of the source that ``name`` selects; raise a StoreError if that is none or not unique."""
     recorded = recorded_name(name)
     selected = [share for share in shares if share.name == recorded]
     advice = "by its hash"
@@ -336,7 +336,7 @@ def drop_conversations(
     """Remove and return the conversations of one source, those older than an age, or those that are both.
 
     The store is rewritten, so no file keeps the removed tokens; processes that have the store open notice when they
-    begin their next answer.
+    begin their next answer. Raises a ``StoreError`` if neither is given, or if the store has no such source.
     """
     if source is None and older_than is None:
         raise StoreError(f"nothing to drop from {folder}: name a source, or an age from which conversations go")

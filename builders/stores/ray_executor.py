@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 @contextmanager
 def ray_executor(address: str | None, workers: int | None) -> Iterator[RayBuildExecutor]:
-    """Yield an executor on the cluster at ``address``, or on ``workers`` cores here; shut Ray down on exit."""
+    """Yield an executor on a cluster, or on ``workers`` cores here, or raise a ClusterError; shut Ray down on exit."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -179,7 +179,7 @@ class RayBuildExecutor(BuildExecutor):
         self._sorters = min(workers or self._cpus, self._cpus)
 
     def prepare(self, reading: RecordReader) -> None:
-        """Check that all nodes have this process's package versions and see the same input sizes; hash the inputs."""
+        """Raise a ClusterError unless all nodes have the same packages and see the same inputs; hash the inputs."""
         paths = _absolute(reading)
         own_versions = _versions()
         for node, (versions, sizes) in on_each_node(self._ray, _versions_and_sizes, paths):

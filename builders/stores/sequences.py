@@ -93,7 +93,7 @@ MAX_TABLE_SLOTS = 1 << 21
 
 @dataclass(frozen=True)
 class CountedDocuments:
-    """Documents in one token array, in each of which a sequence counts once."""
+    """Documents in one token array. A sequence that occurs several times in a document counts once."""
 
     tokens: Ints
     end: int
@@ -156,9 +156,9 @@ def table_size(entries: int) -> int:
 
 
 def _table_sequences(tokens: Ints, length: int, table: Ints, repeats: Ints) -> FrequentSequences:
-    """Return the sequences in a counting table, with their counts and the results of ``_by_prefix``.
+    """Return the sequences in a counting table; all sequences that share a prefix must be in the table.
 
-    All sequences that share a prefix must be in the table.
+    ``table`` holds a position of each sequence, and ``repeats`` its count less one.
     """
     used = np.flatnonzero(table >= 0)
     positions, counts = table[used].astype(np.int64), repeats[used] + np.int64(1)

@@ -197,7 +197,7 @@ def _model_of(row: Any) -> Checkpoint:
 
 
 def _options_of(row: Any) -> dict[str, Any]:
-    """Validate the options of a build. Unknown options are kept."""
+    """Validate the options of a build, of which unknown ones are kept. Raises ValueError for an invalid value."""
     options = field_of(row, "options", dict)
     for name in options:
         check_name(name)

@@ -44,7 +44,7 @@ NEW_MANIFEST = re.compile(re.escape(MANIFEST) + f"-{_BUILD}")
 
 
 def part_name(part: str, build: str) -> str:
-    """Return the file name of a part. ``build`` is the hexadecimal id of the build."""
+    """Return the file name of a part, which must be known. ``build`` is the hexadecimal id of the build."""
     if part not in PART_ENDINGS:
         raise ValueError(f"a store has no part {part}: known are {', '.join(PART_ENDINGS)}")
     return f"{part}-{build}.{PART_ENDINGS[part]}"

@@ -166,7 +166,7 @@ class StoreBuild:
     def commit(self, manifest: Manifest) -> Manifest:
         """Replace the manifest atomically, so that the store consists of the files that this build wrote.
 
-        Returns the manifest with sizes and checksums.
+        Returns the manifest with sizes and checksums. Raises StoreError if another program wrote one meanwhile.
         """
         for path in self._parts.values():
             sync_to_disk(path)

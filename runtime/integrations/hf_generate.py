@@ -246,7 +246,7 @@ class Generator:
         return _output(input_ids, rows, _padding_token(generation_config))
 
     def _steps(self, model: PreTrainedModel, rows: Sequence[_Row]) -> Iterator[tuple[_Row, Step]]:
-        """Generate the answers of all rows, and yield each step with its row."""
+        """Generate all answers, and yield each step with its row. Raises OptionError for an unusable prediction."""
         target = self._target_for(model)
         if len(rows) not in self._drafters:
             self._drafters[len(rows)] = self._make(target, len(rows))
@@ -279,7 +279,7 @@ class Generator:
         return StopStringCriteria(self._tokenizer, strings)
 
     def _guide(self, model: PreTrainedModel, grammar: Grammar) -> Guide:
-        """Return the initial grammar state of an answer that must match ``grammar``."""
+        """Return the initial state of an answer's grammar; raise OptionError if this generator has no tokenizer."""
         if self._tokenizer is None:
             raise OptionError(
                 "a grammar needs the model's tokenizer: give the Generator tokenizer=… or make it by Generator.drafting"

@@ -82,7 +82,7 @@ def _settings(kind: type[Configured], options: Any, **more: Any) -> Configured:
 
 
 class HdtoolModel(llm.Model):  # type: ignore[misc]  # llm is not installed for type checks
-    """Model of ``llm`` that hdtool runs. It is loaded for the first prompt and stays loaded."""
+    """Model of ``llm`` that hdtool runs. It is loaded for the first prompt, and again if other options require it."""
 
     can_stream = True
     supports_schema = True
@@ -97,7 +97,7 @@ class HdtoolModel(llm.Model):  # type: ignore[misc]  # llm is not installed for 
         """Settings with which ``_answerer`` was loaded."""
 
     def execute(self, prompt: Any, stream: bool, response: Any, conversation: object) -> Iterator[str]:
-        """Yield the answer in pieces, and report its tokens, steps and drafts by source as its usage."""
+        """Yield the answer in pieces, then report its tokens, steps and drafts. Errors become ``llm.ModelError``."""
         try:
             for answer in self._ready(prompt.options).all_answers([_conversation(prompt)]):
                 yield from answer
@@ -109,7 +109,7 @@ class HdtoolModel(llm.Model):  # type: ignore[misc]  # llm is not installed for 
             raise llm.ModelError(str(error)) from None
 
     def _ready(self, options: Any) -> Answerer:
-        """Return the answerer for these options; reload the model if they differ in more than sampling and length."""
+        """Return the answerer for these options; load the model anew if more than sampling and length has changed."""
         from transformers.utils import logging
 
         from hdtool.runtime.answerer import Answerer
@@ -160,7 +160,7 @@ class AsyncHdtoolModel(llm.AsyncModel):  # type: ignore[misc]  # llm is not inst
 
 
 def _conversation(prompt: Any) -> Prompt:
-    """Return a prompt of ``llm`` with the conversation before it; only the text of messages is read."""
+    """Return the text of ``llm``'s prompt and of the conversation before it; raise PromptError if there is none."""
     messages: list[Message] = [
         {"role": message.role, "content": text}
         for message in prompt.messages

@@ -82,7 +82,7 @@ class Study:
         return ReplayMethod(sources, config, self.curve)
 
     def results(self, choices: Sequence[str]) -> Mapping[str, ReplayResult]:
-        """Replay every choice of sources."""
+        """Replay every choice of sources, and return the results by choice."""
         contenders, title = list(map(self.contender, choices)), "replay for the report"
         return replay(contenders, self.conversations, self.store_set, workers=self.workers, title=title)
 

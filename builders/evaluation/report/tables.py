@@ -25,7 +25,7 @@ class Durations:
     """Length and duration of every answer, by method."""
 
     answers: Mapping[str, tuple[tuple[int, float, float | None], ...]]
-    """Number of tokens, duration in seconds, and seconds to the first token or None if unknown."""
+    """By method, for each answer: number of tokens, duration in seconds, and seconds to the first token, if known."""
 
     def rates(self, method: str) -> tuple[float | None, float | None]:
         """Return ``(seconds to the first token, seconds per token after it)``, each None if unknown."""

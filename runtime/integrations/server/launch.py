@@ -132,7 +132,7 @@ class _GracefulServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Shut down; the next Ctrl-C ends all answers at once, and one after it drops them."""
+        """Shut down; the next Ctrl-C ends all answers with an error, and one after it stops waiting for clients."""
         if self.should_exit and sig == signal.SIGINT and not self._is_hurried.is_set():
             self._is_hurried.set()
         else:

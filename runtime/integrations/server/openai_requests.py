@@ -57,7 +57,7 @@ class Body(StrictJson):
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Self:
-        """Make a request from parsed fields, ignoring those that are None."""
+        """Make a request from parsed fields, ignoring those that are None; raise RequestError for an invalid one."""
         try:
             return cls.model_validate({name: value for name, value in fields.items() if value is not None})
         except ValidationError as error:
@@ -247,7 +247,7 @@ class ToolChoice:
 
     @classmethod
     def of(cls, choice: Any, tools: Sequence[dict[str, Any]], *, parallel: bool) -> ToolChoice:
-        """Parse a ``tool_choice``; ``parallel`` allows several calls in one answer."""
+        """Parse a ``tool_choice``, or raise RequestError; ``parallel`` allows several calls in one answer."""
         max_calls = None if parallel else 1
         if not tools:
             if choice not in (None, "none", "auto"):

@@ -49,7 +49,7 @@ def page_headers() -> dict[str, str]:
 
 
 def _hash_of(element: str) -> str:
-    """Return the source expression that admits the page's only script or style element."""
+    """Return the expression that admits the page's only script or style element in a Content-Security-Policy."""
     (content,) = re.findall(f"<{element}>(.*?)</{element}>", chat_page(), re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 

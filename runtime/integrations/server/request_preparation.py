@@ -181,7 +181,7 @@ class Preparer:
         return grammar
 
     def completion(self, body: CompletionRequest) -> list[PreparedChoice]:
-        """Prepare the choices of a completion request, ordered by prompt."""
+        """Prepare the choices of a completion request, ordered by prompt; raise HdtoolError if it is invalid."""
         tokenizer, prompts = self._loaded.tokenizer, body.prompts
         if not 1 <= len(prompts) <= MAX_PROMPTS:
             raise RequestError(f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt")

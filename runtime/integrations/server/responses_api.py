@@ -206,7 +206,7 @@ class ResponsesRequest(SampledRequest, ResponsesPrompt):
 
 
 def _messages(instructions: str | None, given: str | list[Item]) -> list[JsonDict]:
-    """Convert the input to chat messages.
+    """Convert the input to chat messages; raise RequestError if it holds an unknown item, or none.
 
     Leading system messages are joined, and so are the assistant's reasoning, text and calls if they follow one another
     in this order.

@@ -209,7 +209,7 @@ class Scheduler:
             request.key.deliver(outcome)
 
     def _start_next(self) -> None:
-        """Submit the first job that waits to the session, unless it fails before that."""
+        """Submit the first waiting job to the session, unless the job is cancelled or no request can be made of it."""
         with self._condition:
             if not self._waiting:
                 return

@@ -200,7 +200,7 @@ class Launch:
     """Makes and runs the command that serves one model; checks the stores first, because vLLM starts slowly."""
 
     def __init__(self, model: str, options: Sequence[str], serving: VllmConfig, stores: StoresConfig) -> None:
-        """``options`` are passed on to vLLM; ``read_options`` reads those that hdtool also uses."""
+        """``options`` are passed on to vLLM, and some are read here. Raises ServeError if a namespace has no stores."""
         self._model, self._options, self._serving = model, list(options), serving
         if serving.keeps_history and serving.history != HOME:
             self._serving = replace(serving, history=str(Path(serving.history).expanduser().resolve()))

@@ -25,7 +25,7 @@ class VllmSettings:
     serving: VllmConfig
     stores: StoresConfig = field(default_factory=StoresConfig)
     tenant: str | None = None
-    """Tenant whose answers are kept; None derives the tenant from the model's names; an empty name means none."""
+    """Tenant whose answers are kept: None derives it from the model's names, and "" is the shared tenant."""
 
     @classmethod
     def of(cls, additional: Any, draft_tokens: int) -> VllmSettings:
