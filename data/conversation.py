@@ -124,7 +124,7 @@ class Conversation:
 
 
 def with_answers(questions: Conversation, answers: Conversation) -> Conversation:
-    """Combine a request or questions with their answers. Drops unanswered questions; RowError for extra answers."""
+    """Combine questions (or a request) with answers. Unanswered questions are dropped; extra answers raise RowError."""
     turns: Sequence[Turn] = (*questions.turns, *answers.turns)
     prompted = len(questions.turns)
     if questions.kind == QUESTIONS:

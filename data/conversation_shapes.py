@@ -159,7 +159,7 @@ def _conversation_in(value: Any) -> Conversation:
 
 
 def _batch(row: dict[str, Any]) -> Conversation | None:
-    """Parse a line of a batch file: a request or an answer. Returns None for other rows; failed requests are errors."""
+    """Parse a line of a batch file: a request or an answer. Returns None for other rows; a failure raises RowError."""
     if "custom_id" not in row:
         return None
     key = f"custom_id {row['custom_id']}"

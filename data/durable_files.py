@@ -1,7 +1,7 @@
 """File locks, cached values, and append-only JSON Lines files that stay readable if the writer is killed.
 
 A killed writer leaves complete lines and at most one torn line at the end. Readers never change a file, and the torn
-line is truncated only once the caller has recognised it.
+line is truncated only once the caller has recognized it.
 """
 
 from __future__ import annotations

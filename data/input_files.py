@@ -41,7 +41,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def hub_files(name: str) -> list[Path]:
-    """Return the cached files of a data set's split, downloaded if needed. Raises RecordError if there are no rows."""
+    """Return the cached files of a data set's split, downloaded if needed, or raise RecordError if there are none."""
     match = HUB_DATASET_NAME.fullmatch(name.removeprefix(HUB_PREFIX))
     if match is None:
         raise RecordError(

@@ -40,7 +40,7 @@ def show_bars(enabled: bool) -> None:
 def progress_bar(
     total: int, what: str, *, unit: str = "", quiet: bool = False, is_left: bool = True
 ) -> Iterator[ProgressBar]:
-    """Show a bar labelled ``what`` if standard error is a terminal, bars are not hidden and ``quiet`` is False.
+    """Show a bar labeled ``what`` if standard error is a terminal, bars are not hidden and ``quiet`` is False.
 
     ``unit`` is the plural of what is counted, or "B" for bytes. Without a unit, ``what`` names what is counted. The bar
     disappears at the end if ``is_left`` is False.

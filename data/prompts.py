@@ -61,7 +61,7 @@ CONTENT_TYPE, TEXT_PART_TYPE = "content", "text"
 
 
 def read_prediction(path: Path) -> str:
-    """Read a predicted output from a text file. Raises PromptError if the file is empty."""
+    """Read a predicted output from a text file. Raises PromptError if the file is empty or cannot be read."""
     text = read_text(path, "a prediction is UTF-8 text")
     if not text.strip():
         raise PromptError(f"{path} is empty: put the text in it that the answer will probably have, or leave it out")

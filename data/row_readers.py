@@ -192,7 +192,7 @@ def json_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[FileRow]:
 
 
 def is_conversation(value: Any) -> bool:
-    """Return True if a value is a list with the messages of one conversation, instead of one record per item."""
+    """Return True if a value is a list of several messages, which is one conversation and not one record per item."""
     messages = isinstance(value, list) and all(isinstance(item, dict) for item in value)
     return (
         messages

@@ -93,7 +93,7 @@ def _hash_table(keys: Ints, heads: list[Ints]) -> Ints:
 
 @compiled
 def _fill_table(slots: Ints, keys: Ints, heads: Ints, first: int) -> int:
-    """Insert the prefixes ``heads``, numbered from ``first``; return how many of them found no free slot."""
+    """Insert the prefixes ``heads``, numbered from ``first``, and set their hashes; return how many found no slot."""
     mask, left_out = len(slots) - 1, 0
     for number in range(len(heads)):
         prefix_hash = sequence_hash(heads[number], 0, heads.shape[1])

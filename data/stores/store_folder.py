@@ -51,7 +51,7 @@ def read_manifest(folder: Path, *, check: bool = True) -> Manifest:
 def read_store(folder: Path, read: Callable[[Manifest], T], *, check: bool = True) -> T:
     """Call ``read`` with a store's manifest and return the result. Retries if the store is replaced meanwhile.
 
-    ``read`` opens files, and raises StoreError if it cannot.
+    ``read`` opens files, and raises StoreError if it cannot. With ``check``, the sizes of all files are checked first.
     """
     for _ in range(MAX_OPEN_ATTEMPTS):
         text = manifest_bytes(folder)

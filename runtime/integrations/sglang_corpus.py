@@ -69,7 +69,7 @@ PADDING_TOKEN = 0
 
 
 class PayingNodes(Budget):
-    """Verifies the nodes that pay in a batch of requests on a CPU, up to a fixed number."""
+    """Budget that allows as many draft nodes as pay in a batch of requests on a CPU, up to a fixed number."""
 
     def __init__(self, max_nodes: int) -> None:
         self._max_nodes = max_nodes
