@@ -35,7 +35,7 @@ VLLM_COMMAND = "serve-vllm"
 
 
 class Commands(typer.core.TyperGroup):
-    """Command group that lists commands in sections, and runs ``serve --engine vllm`` as a hidden command."""
+    """Command group with sections, advice on unknown commands, and a hidden command for ``serve --engine vllm``."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[:1] == ["serve"] and serve.engine_of(args) == serve.VLLM_ENGINE:

@@ -96,7 +96,7 @@ class TurnReader:
         return RecordedTurn(trace.id, trace.category, number, prompt, answer, max_tokens, recorded.rankings)
 
     def _answer(self, prompt_text: str, prompt: list[int], messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of an answer recorded as text, with a stop token, or raise PromptError without any."""
+        """Return the token ids of a recorded text with a stop token; raise PromptError if the tokenizer has none."""
         text = messages[-1]["content"]
         whole = (
             conversation_text(self.tokenizer, messages, chat=True, answered=True) if self._chat else prompt_text + text

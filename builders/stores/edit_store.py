@@ -282,7 +282,7 @@ class HistoryDocuments:
     def __init__(self, folders: Sequence[Path], tokenizer: TokenizerFingerprint) -> None:
         """Open the stores; conversations appended later are not included.
 
-        Raises a ``StoreError`` if a store was built with another tokenizer, or if a history holds no conversations.
+        Raises a ``StoreError`` if a store is of another kind or tokenizer, or if a history holds no conversations.
         """
         self.sources: list[InputFile] = []
         self.tokens = 0

@@ -158,7 +158,7 @@ class StoreBuild:
         return self._parts[part]
 
     def scratch(self, part: str) -> Path:
-        """Create an empty file with the name of a part. The end of the build deletes it, unless ``path`` created it."""
+        """Create an empty file with the name of a part. The end of the build deletes it, unless a manifest lists it."""
         path = self.folder / part_name(part, self._digits)
         create_empty(path)
         return path

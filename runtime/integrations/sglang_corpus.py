@@ -185,7 +185,7 @@ class _Request:
         self.drafter, self.context, self.total = drafter, context, total
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens that the target has emitted."""
+        """Add tokens that the target has emitted, and let the drafter learn from them."""
         if tokens:
             self.context.extend(tokens)
             self.total += len(tokens)
