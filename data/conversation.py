@@ -100,7 +100,7 @@ class Conversation:
     max_new_tokens: int | None = None
     """Limit under which the recorded answers were generated; None if unknown."""
     prompted: int = 0
-    """Number of leading turns that were sent to the model, including the model's earlier answers."""
+    """Number of leading turns that were sent to the model, including the model's earlier answers; 0 if unknown."""
     model: str = field(default="", compare=False)
     """Name of the model that answered, as given in the record; empty if the record names none."""
 

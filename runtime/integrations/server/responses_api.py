@@ -63,7 +63,7 @@ STREAMED = {
 }
 """Name of the events that stream a section, and of the field with its whole text in the last of them."""
 CUSTOM_INPUT = ("custom_tool_call_input", "input")
-"""The entry of ``STREAMED`` that holds for calls of custom tools."""
+"""Name and field for calls of custom tools, in place of those in ``STREAMED``."""
 
 
 class ContentPart(MessagePart):
