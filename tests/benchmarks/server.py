@@ -14,18 +14,20 @@ import argparse
 import asyncio
 import random
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
+import psutil
 
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.target.load import load, load_stock, load_tokenizer
@@ -111,6 +113,20 @@ async def _load(server: RunningServer, options: argparse.Namespace, expected: di
     return counts
 
 
+@dataclass(frozen=True)
+class _Peer:
+    """A server that is measured."""
+
+    url: str
+    model: str
+    process: psutil.Process
+
+    @property
+    def cpu_seconds(self) -> float:
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+
 def peers(options: argparse.Namespace) -> None:
     """Print tokens per second of each server, with one stream and with several; servers take turns."""
     with (
@@ -121,32 +137,36 @@ def peers(options: argparse.Namespace) -> None:
         _llama_cpp(options, options.log.with_suffix(".llama")) as llama,
     ):
         servers = {
-            f"hdtool serve ({options.method})": (ours.url, options.model),
-            "hdtool serve (ar)": (plain.url, options.model),
+            f"hdtool serve ({options.method})": _Peer(ours.url, options.model, psutil.Process(ours.process.pid)),
+            "hdtool serve (ar)": _Peer(plain.url, options.model, psutil.Process(plain.process.pid)),
+            "transformers serve": library,
+            "llama-cpp-python, Q4_1": llama,
         }
-        if library:
-            servers["transformers serve"] = (library, folder)
-        if llama:
-            servers["llama-cpp-python, Q4_1"] = (llama, "model")
-        rates: dict[tuple[str, int], list[float]] = {}
-        texts: dict[str, dict[str, str]] = {server: {} for server in servers}
-        fresh = iter(QUESTIONS)  # ask each question once, because drafters keep earlier answers
-        for at_once in options.at_once:
-            for _ in range(options.times):
-                asked = list(islice(fresh, options.questions))
-                for server, (url, model) in servers.items():
-                    rate, answers = asyncio.run(_rate(url, model, asked, at_once))
-                    rates.setdefault((server, at_once), []).append(rate)
-                    texts[server] |= answers
-                    print(f"{server}, {at_once} at once: {rate:.1f} tokens/s", flush=True)
-        first, *_ = servers
-        for (server, at_once), found in rates.items():
-            ratio = statistics.median(a / b for a, b in zip(rates[first, at_once], found, strict=True))
-            equal = sum(texts[first][question] == text for question, text in texts[server].items())
-            print(
-                f"{server} | {at_once} at once | {statistics.median(found):.1f} tokens/s | "
-                f"{first} makes {ratio:.2f} times | {equal} of {len(texts[server])} answers equal"
-            )
+        _compare({name: peer for name, peer in servers.items() if peer}, options)
+
+
+def _compare(servers: dict[str, _Peer], options: argparse.Namespace) -> None:
+    rates: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    texts: dict[str, dict[str, str]] = {server: {} for server in servers}
+    fresh = iter(QUESTIONS)  # ask each question once, because drafters keep earlier answers
+    for at_once in options.at_once:
+        for _ in range(options.times):
+            asked = list(islice(fresh, options.questions))
+            for server, peer in servers.items():
+                *rate, answers = asyncio.run(_rate(peer, asked, at_once))
+                rates.setdefault((server, at_once), []).append((rate[0], rate[1]))
+                texts[server] |= answers
+    first, *_ = servers
+    print(
+        "server | at once | tokens/s | tokens/CPU s | the first one, by the clock | by CPU time | answers as the first"
+    )
+    for (server, at_once), found in rates.items():
+        ours, theirs = np.array(rates[first, at_once]), np.array(found)
+        shown = *np.median(theirs, axis=0), *np.median(ours / theirs, axis=0)
+        equal = sum(texts[first][question] == text for question, text in texts[server].items())
+        print(
+            f"{server} | {at_once} | {' | '.join(f'{number:.2f}' for number in shown)} | {equal}/{len(texts[server])}"
+        )
 
 
 @contextmanager
@@ -162,46 +182,48 @@ def _folder_of(model: str) -> Iterator[str]:
         yield folder
 
 
-async def _rate(url: str, model: str, questions: list[str], at_once: int) -> tuple[float, dict[str, str]]:
+async def _rate(peer: _Peer, questions: list[str], at_once: int) -> tuple[float, float, dict[str, str]]:
+    """Return tokens per second by the clock and by the server's CPU time, and the answers."""
     places = asyncio.Semaphore(at_once)
-    client = client_of(url)
+    client = client_of(peer.url)
 
     async def one(question: str) -> tuple[str, int]:
         async with places:
-            return await answered(client, model, question)
+            return await answered(client, peer.model, question)
 
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), peer.cpu_seconds
     found = await asyncio.gather(*map(one, questions))
-    seconds = time.perf_counter() - started
+    seconds, busy = time.perf_counter() - started, peer.cpu_seconds - busy
     await client.close()
     answers = {question: text for question, (text, _) in zip(questions, found, strict=True)}
-    return sum(tokens for _, tokens in found) / seconds, answers
+    tokens = sum(tokens for _, tokens in found)
+    return tokens / seconds, tokens / busy, answers
 
 
 @contextmanager
-def _transformers(options: argparse.Namespace, folder: str, log: Path) -> Iterator[str | None]:
+def _transformers(options: argparse.Namespace, folder: str, log: Path) -> Iterator[_Peer | None]:
     if not options.transformers:
         yield None
         return
     port = _free_port()
     command = [str(Path(sys.executable).parent / "transformers"), "serve", "--port", str(port), "--device", "cpu"]
-    with _started([*command, "--dtype", "float32"], log, port):
-        yield f"http://localhost:{port}/v1"
+    with _started([*command, "--dtype", "float32"], log, port) as process:
+        yield _Peer(f"http://localhost:{port}/v1", folder, process)
 
 
 @contextmanager
-def _llama_cpp(options: argparse.Namespace, log: Path) -> Iterator[str | None]:
+def _llama_cpp(options: argparse.Namespace, log: Path) -> Iterator[_Peer | None]:
     if not options.llama_cpp:
         yield None
         return
     port = _free_port()
     command = [options.llama_cpp, "-m", "llama_cpp.server", "--model", options.model, "--port", str(port)]
-    with _started([*command, "--n_threads", "1", "--n_threads_batch", "1", "--n_ctx", "2048"], log, port):
-        yield f"http://localhost:{port}/v1"
+    with _started([*command, "--n_threads", "1", "--n_threads_batch", "1", "--n_ctx", "2048"], log, port) as process:
+        yield _Peer(f"http://localhost:{port}/v1", "model", process)
 
 
 @contextmanager
-def _started(command: list[str], log: Path, port: int) -> Iterator[None]:
+def _started(command: list[str], log: Path, port: int) -> Iterator[psutil.Process]:
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out)
     try:
@@ -211,7 +233,7 @@ def _started(command: list[str], log: Path, port: int) -> Iterator[None]:
                 if tried.connect_ex(("localhost", port)) == 0:
                     break
             time.sleep(0.5)
-        yield
+        yield psutil.Process(process.pid)
     finally:
         process.terminate()
         process.wait(60)
