@@ -27,7 +27,7 @@ from hdtool.data.stores.kinds import MODEL_KIND
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store_folder import read_manifest
 from hdtool.data.stores.stores_at_home import StoredItem, stored_items
-from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.answering.answer_prompts import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.kernels.code_folder import code_folder, is_compiled

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hdtool.builders.stores.edit_store import HistoryDocuments, StoreContents
-from hdtool.builders.stores.sequences import TOKENIZER_BATCH, encode_texts
+from hdtool.builders.stores.frequent_sequences import TOKENIZER_BATCH, encode_texts
 from hdtool.data.documents import Document, Tokens
 from hdtool.data.errors import ModelError, OptionError, StoreError, os_errors_as
 from hdtool.data.output_files import OutputFile

@@ -15,12 +15,12 @@ import typer.core
 from hdtool.cli import bench, build, chat, convert, demo, doctor, generate, replay, serve, setup, stores, verify
 from hdtool.cli.command import Command, quiet_libraries, restore_hyphens
 from hdtool.cli.inspect import inspect
-from hdtool.cli.options import INTERRUPTED_EXIT, with_options
+from hdtool.cli.options_from_settings import INTERRUPTED_EXIT, with_options
 from hdtool.cli.terminal import guard_terminal
 from hdtool.cli.unknown_words import unknown_command, usage_message
 from hdtool.data.errors import HdtoolError, OptionError, command_for_missing
+from hdtool.data.isolated_processes import isolated_children, refuse_numba_settings
 from hdtool.data.notes import tell
-from hdtool.data.processes import isolated_children, refuse_numba_settings
 from hdtool.runtime.model.lean_imports import import_leanly
 
 TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"

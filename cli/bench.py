@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hdtool.cli import options
+from hdtool.cli import options_from_settings as options
 from hdtool.cli.command import Option, completion, quiet_libraries, with_structure
-from hdtool.cli.options import only, parse_numbers, without
+from hdtool.cli.options_from_settings import only, parse_numbers, without
 from hdtool.cli.replay import Recordings
 from hdtool.cli.result_tables import as_columns, fill_text, rounded, speedup_title
 from hdtool.data import demo
@@ -66,7 +66,7 @@ def bench_shape(
     from hdtool.builders.evaluation.random_models import load_shape
     from hdtool.builders.evaluation.recorded_bench import fitting_turns, recorded_benchmark
     from hdtool.builders.evaluation.recording import TurnReader, open_stores
-    from hdtool.builders.evaluation.threads import choose_shared_threads
+    from hdtool.builders.evaluation.shared_threads import choose_shared_threads
 
     quiet_libraries(quiet=quiet)
     loaded = load_shape(config.shape, loading)
@@ -107,7 +107,7 @@ def _shape_report(loaded: Loaded, traces: str, answers: int, totals: dict[str, F
     from hdtool.builders.evaluation.random_models import weight_bytes_read
     from hdtool.builders.evaluation.recorded_bench import copy_bandwidth
     from hdtool.builders.evaluation.timing import Timings, doubt
-    from hdtool.runtime.kernels.machine import dtype_name, machine
+    from hdtool.runtime.kernels.machine_name import dtype_name, machine
 
     target = loaded.target
     limit = weight_bytes_read(target) / copy_bandwidth(target.device)
@@ -234,8 +234,8 @@ def _measured(shape: str | None, loading: ModelConfig, config: CostConfig) -> Co
     """Time forward passes, print a note if the times are in doubt, and save and return the cost curve."""
     from hdtool.builders.evaluation.measured_passes import measured_passes
     from hdtool.builders.evaluation.random_models import load_shape
+    from hdtool.runtime.target.cpu_threads import choose_threads
     from hdtool.runtime.target.load import load
-    from hdtool.runtime.target.threads import choose_threads
 
     loaded = load_shape(shape, loading) if shape else load(loading)
     choose_threads(loaded.target, loading.threads)

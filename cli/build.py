@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from hdtool.cli import options
+from hdtool.cli import options_from_settings as options
 from hdtool.cli.command import Option, quiet_libraries
-from hdtool.cli.options import only, without
+from hdtool.cli.options_from_settings import only, without
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.notes import note, tell
 from hdtool.data.stores.kinds import BUILT_KINDS, CORPUS_KIND, MODEL_KIND
@@ -182,7 +182,7 @@ def train_heads(
     The model itself does not change. Its own answers to prompts like yours, as hdtool collect writes them, are the best
     training data. Several GPUs: accelerate launch -m hdtool.cli train-heads ...
     """
-    from hdtool.builders.heads.train import train
+    from hdtool.builders.head_training.train_heads import train
 
     quiet_libraries(quiet=quiet)
     chosen = heads.plain if medusa else heads.resolved

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from hdtool.cli import options
+from hdtool.cli import options_from_settings as options
 from hdtool.cli.command import quiet_libraries
-from hdtool.cli.options import without
+from hdtool.cli.options_from_settings import without
 from hdtool.data.errors import HdtoolError, PromptError
 from hdtool.data.notes import tell
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
@@ -34,7 +34,7 @@ def chat(
     from hdtool.cli.answer_output import passes_summary, print_stores
     from hdtool.cli.chat_session import ChatSession, message_reader
     from hdtool.data.chat import has_chat_template
-    from hdtool.runtime.answerer import Answerer
+    from hdtool.runtime.answering.answer_prompts import Answerer
 
     quiet_libraries()
     answerer = Answerer(loading, decoding, sampling, stores=stores)

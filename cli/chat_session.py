@@ -19,7 +19,7 @@ from hdtool.data.notes import note, tell
 from hdtool.data.output_files import OutputFile
 from hdtool.data.prompts import Message, Prompt
 from hdtool.data.row_readers import RowError
-from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.answering.answer_prompts import Answerer
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.sequence import Finish, Stats
 

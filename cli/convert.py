@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-from hdtool.cli import options
+from hdtool.cli import options_from_settings as options
 from hdtool.cli.command import Option, quiet_libraries, require_model
-from hdtool.cli.options import only, without
+from hdtool.cli.options_from_settings import only, without
 from hdtool.data.errors import OptionError, did_you_mean
 from hdtool.data.notes import note, tell
 from hdtool.data.progress import count_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from hdtool.cli.command import Option, quiet_libraries
-from hdtool.cli.options import only
+from hdtool.cli.options_from_settings import only
 from hdtool.data import demo as demo_files
 from hdtool.data.demo import EMBEDDED, SMOLLM2
 from hdtool.data.notes import tell
@@ -19,7 +19,7 @@ from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.settings_base import Panel
 
 if TYPE_CHECKING:
-    from hdtool.runtime.answerer import Answerer
+    from hdtool.runtime.answering.answer_prompts import Answerer
 
 
 DEMO_MODEL_OPTION = Option(
@@ -51,7 +51,7 @@ def demo(
     from hdtool.builders.demo.comparison import Comparison, SideBySide, engine_and_generate
     from hdtool.cli import demo_output as output
     from hdtool.cli.answer_output import colors_shown, legend
-    from hdtool.runtime.answerer import Answerer
+    from hdtool.runtime.answering.answer_prompts import Answerer
     from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compiling
 
     quiet_libraries()
@@ -105,7 +105,7 @@ def _chosen_model(loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path
             tell(f"{TOY_NOTE}; for a real one: {demo_files.INSTALL_SMOLLM2}")
         loading = replace(loading, model=None)
         return loading, StoresConfig(str(demo_files.MODEL_STORE), str(demo_files.CORPUS_INDEX)), demo_files.PROMPTS
-    from hdtool.builders.demo.stores import stores_of_real_model
+    from hdtool.builders.demo.demo_stores import stores_of_real_model
 
     loading = replace(loading, model=demo_files.located(SMOLLM2))
     return loading, stores_of_real_model(loading), demo_files.QUESTIONS

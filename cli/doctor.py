@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
-from hdtool.cli import options
+from hdtool.cli import options_from_settings as options
 from hdtool.cli.command import quiet_libraries
-from hdtool.cli.options import only
+from hdtool.cli.options_from_settings import only
 from hdtool.data.progress import count_of
 from hdtool.runtime.config.model import ModelConfig
 

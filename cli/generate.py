@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from hdtool.cli import options
+from hdtool.cli import options_from_settings as options
 from hdtool.cli.command import Option, quiet_libraries, with_structure
-from hdtool.cli.options import INTERRUPTED_EXIT, only, without
+from hdtool.cli.options_from_settings import INTERRUPTED_EXIT, only, without
 from hdtool.data.chat import with_system
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.notes import tell
@@ -52,7 +52,7 @@ def collect(
     from hdtool.builders.collect import GenerationFile, RankingRecorder, collect as collected
     from hdtool.cli.store_output import print_left_out
     from hdtool.data.progress import progress_bar
-    from hdtool.runtime.answerer import Answerer
+    from hdtool.runtime.answering.answer_prompts import Answerer
 
     quiet_libraries(quiet=quiet)
     print_left_out(tally)
@@ -127,7 +127,7 @@ def generate(
         print_stores,
         stream_answer,
     )
-    from hdtool.runtime.answerer import Answerer
+    from hdtool.runtime.answering.answer_prompts import Answerer
     from hdtool.runtime.config.draft_sources import SourceId
 
     quiet_libraries()

@@ -7,7 +7,7 @@ from heapq import nlargest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from hdtool.cli import options
+from hdtool.cli import options_from_settings as options
 from hdtool.cli.command import Option, quiet_libraries
 from hdtool.cli.store_output import (
     counts_in_words,

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from hdtool.cli import options
+from hdtool.cli import options_from_settings as options
 from hdtool.cli.command import Option, quiet_libraries
-from hdtool.cli.options import only, without
+from hdtool.cli.options_from_settings import only, without
 from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.file_origins import is_json_lines_with
 from hdtool.data.input_files import find_inputs

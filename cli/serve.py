@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hdtool.cli.command import Option, quiet_libraries
-from hdtool.cli.options import without
+from hdtool.cli.options_from_settings import without
 from hdtool.data.errors import OptionError, ServeError, did_you_mean, install_command
 from hdtool.data.notes import note, tell
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
@@ -19,7 +19,7 @@ from hdtool.runtime.config.serving import ServerConfig, VllmConfig
 from hdtool.runtime.config.settings_base import Panel
 
 if TYPE_CHECKING:
-    from hdtool.runtime.integrations.vllm.launch import Launch
+    from hdtool.runtime.integrations.vllm.start_vllm import Launch
 
 HDTOOL_ENGINE, VLLM_ENGINE = "hdtool", "vllm"
 SERVER_BATCH_SIZE, SERVER_MAX_NEW_TOKENS = 8, 4096
@@ -57,7 +57,7 @@ def serve(
         raise OptionError(f"--engine must be {HDTOOL_ENGINE} or {VLLM_ENGINE}, got {engine}{meant}")
 
     from hdtool.cli.answer_output import print_stores
-    from hdtool.runtime.integrations.server.launch import ServerLaunch
+    from hdtool.runtime.integrations.server.start_server import ServerLaunch
 
     quiet_libraries()
     if loading.model is None:
@@ -127,7 +127,7 @@ def serve_vllm(
 
     from hdtool.cli.answer_output import print_stores
     from hdtool.data import demo
-    from hdtool.runtime.integrations.vllm.launch import Launch
+    from hdtool.runtime.integrations.vllm.start_vllm import Launch
 
     quiet_libraries()
     launch = Launch(model or str(demo.MODEL), passed_on, serving, stores)

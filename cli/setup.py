@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hdtool.cli import options
+from hdtool.cli import options_from_settings as options
 from hdtool.cli.command import Option, quiet_libraries, require_model
-from hdtool.cli.options import without
+from hdtool.cli.options_from_settings import without
 from hdtool.data.errors import OptionError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.notes import tell

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hdtool.cli import options
+from hdtool.cli import options_from_settings as options
 from hdtool.cli.command import Option, completion, quiet_libraries
-from hdtool.cli.options import only
+from hdtool.cli.options_from_settings import only
 from hdtool.cli.store_output import (
     history_in_words,
     open_documents,

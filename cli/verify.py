@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from hdtool.cli import options
+from hdtool.cli import options_from_settings as options
 from hdtool.cli.command import Option, quiet_libraries, with_structure
-from hdtool.cli.options import only, without
+from hdtool.cli.options_from_settings import only, without
 from hdtool.data import demo
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Prompt, read_prompts
@@ -60,8 +60,8 @@ def verify(
     from hdtool.builders.evaluation.verify import Verifier
     from hdtool.cli.answer_output import print_stores
     from hdtool.runtime.drafters.drafter_factory import compile_ahead, drafter_for, finish_compiling
+    from hdtool.runtime.target.cpu_threads import choose_threads
     from hdtool.runtime.target.load import load
-    from hdtool.runtime.target.threads import choose_threads
 
     quiet_libraries(quiet=quiet)
     compile_ahead(loading, decoding.method)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hdtool.data import demo
     from hdtool.data.errors import HdtoolError
     from hdtool.data.prompts import Grammar
-    from hdtool.runtime.answer_plan import sampler_for
+    from hdtool.runtime.answering.answer_plan import sampler_for
     from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
     from hdtool.runtime.config.draft_sources import Source, register
     from hdtool.runtime.config.model import ModelConfig, SamplingConfig
@@ -71,7 +71,7 @@ _PLACES = {
     "load": "hdtool.runtime.target.load",
     "open_store": "hdtool.runtime.stores.store_set",
     "register": "hdtool.runtime.config.draft_sources",
-    "sampler_for": "hdtool.runtime.answer_plan",
+    "sampler_for": "hdtool.runtime.answering.answer_plan",
 }
 """Module that defines each public name."""
 

@@ -12,14 +12,14 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import METHODS, TRAINED, DecodeConfig
 from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
-from hdtool.runtime.engines.cpu.expert_kernel import expert_function
-from hdtool.runtime.engines.cpu.int8_panels import int8_matmul_of
+from hdtool.runtime.engines.cpu.layer_experts import expert_function
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers
 from hdtool.runtime.engines.cpu.mixer_kernel import mixer_function
 from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, embedding_of
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.kernels.code_folder import mark_compiled
 from hdtool.runtime.kernels.compile_process import PASSES
+from hdtool.runtime.kernels.int8_matmul import int8_matmul_of
 from hdtool.runtime.kernels.linear_layers import MATRIX_KINDS
 from hdtool.runtime.kernels.matmul_choice import matmul_of
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS

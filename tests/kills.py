@@ -36,7 +36,7 @@ import torch
 from tqdm import tqdm
 from transformers.utils import logging
 
-from hdtool.builders.heads.training_loop import CHECKPOINT_FILE
+from hdtool.builders.head_training.training_loop import CHECKPOINT_FILE
 from hdtool.cli.app import run
 from hdtool.data.errors import HdtoolError
 from hdtool.data.stores.store_file_names import MANIFEST

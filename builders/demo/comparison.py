@@ -15,11 +15,11 @@ from hdtool.builders.evaluation.experiment import Experiment, Figures, by_conten
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Prompt
-from hdtool.runtime.answer_plan import plan_answer
+from hdtool.runtime.answering.answer_plan import plan_answer
+from hdtool.runtime.answering.dialogues import Dialogue
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
-from hdtool.runtime.dialogues import Dialogue
 from hdtool.runtime.generation.text_stream import TextPiece, text_of
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded

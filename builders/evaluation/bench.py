@@ -15,7 +15,7 @@ from hdtool.data.answered_questions import AnsweredQuestion, AnsweredTurn, quest
 from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message, Prompt
-from hdtool.runtime.answer_plan import compiler_for
+from hdtool.runtime.answering.answer_plan import compiler_for
 from hdtool.runtime.config.measuring import COLD, WARM
 from hdtool.runtime.core.sequence import Finish, room_for
 from hdtool.runtime.generation.grammar import GrammarCompiler, Guide

@@ -26,7 +26,7 @@ from hdtool.builders.evaluation.llama_cpp_peer import (
     row_files,
 )
 from hdtool.builders.evaluation.scores import baseline_of
-from hdtool.builders.evaluation.threads import choose_shared_threads
+from hdtool.builders.evaluation.shared_threads import choose_shared_threads
 from hdtool.data.answered_questions import question_id
 from hdtool.data.bench_results import (
     BenchRun,
@@ -48,7 +48,7 @@ from hdtool.runtime.config.settings_base import recorded_settings
 from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compiling
 from hdtool.runtime.drafters.trained_methods import methods_with_drafters
 from hdtool.runtime.kernels.linear_layers import has_compiled_layers, share_weights
-from hdtool.runtime.kernels.machine import dtype_name
+from hdtool.runtime.kernels.machine_name import dtype_name
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load, load_stock, load_tokenizer
 

@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from hdtool.builders.evaluation.experiment import DecodedTurn, timed_turn
 from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.answered_questions import AnsweredTurn
-from hdtool.runtime.answer_plan import generate_options, plan_answer
+from hdtool.runtime.answering.answer_plan import generate_options, plan_answer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter

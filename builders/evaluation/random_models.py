@@ -19,7 +19,7 @@ from hdtool.runtime.budget.measure_passes import lengths_within
 from hdtool.runtime.config.measuring import SHAPES, CostConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.linear_layers import compile_linear_layers
-from hdtool.runtime.kernels.machine import dtype_name
+from hdtool.runtime.kernels.machine_name import dtype_name
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.refusals import refuse_by_configuration
 from hdtool.runtime.target.load import Loaded, load_tokenizer, pick_device, pick_dtype

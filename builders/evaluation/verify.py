@@ -12,7 +12,7 @@ from hdtool.builders.evaluation.contenders import DraftingContender, GenerateCon
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.errors import HdtoolError, error_reason
 from hdtool.data.prompts import Grammar
-from hdtool.runtime.answer_plan import compiler_for, plan_answer
+from hdtool.runtime.answering.answer_plan import compiler_for, plan_answer
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.sampler import Sampler

@@ -28,7 +28,7 @@ from hdtool.builders.evaluation.job_files import job_files
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, replay_method
 from hdtool.data.errors import HdtoolError
-from hdtool.data.processes import isolated_children
+from hdtool.data.isolated_processes import isolated_children
 from hdtool.data.progress import ProgressBar, progress_bar
 from hdtool.runtime.config.decoding import TAKE_HISTORY
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget

@@ -14,14 +14,14 @@ from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, SpeedPrediction
 from hdtool.builders.evaluation.timing import timed
 from hdtool.builders.evaluation.worker_pool import replay
-from hdtool.runtime.answer_plan import plan_answer
+from hdtool.runtime.answering.answer_plan import plan_answer
 from hdtool.runtime.budget.cost_curve import CostCurve, Floats
 from hdtool.runtime.config.decoding import NO_HISTORY, DecodeConfig
 from hdtool.runtime.config.draft_sources import HISTORY_LETTER, SOURCE_NAMES
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.session import decode_request
-from hdtool.runtime.engines.checks.probes import some_context
+from hdtool.runtime.engines.proofs.probes import some_context
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 

@@ -26,7 +26,7 @@ from hdtool.builders.setup.work_folder import LearnedPart, WorkFolder, learned_n
 from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store, vocabulary_rankings
 from hdtool.builders.stores.edit_store import add, note_on_models
-from hdtool.builders.stores.sequences import tokenized
+from hdtool.builders.stores.frequent_sequences import tokenized
 from hdtool.data.conversation_files import ConversationReader, LocatedConversation, canonical_file, canonical_line
 from hdtool.data.documents import InputFile
 from hdtool.data.errors import ModelError, RecordError
@@ -47,12 +47,12 @@ from hdtool.runtime.config.measuring import CostConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compiling
 from hdtool.runtime.kernels.compiled import Ints
-from hdtool.runtime.kernels.machine import device_name, dtype_name, machine
+from hdtool.runtime.kernels.machine_name import device_name, dtype_name, machine
 from hdtool.runtime.stores.model_store import rankings_in
 from hdtool.runtime.stores.store_opener import StoreOpener
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.cpu_threads import choose_threads
 from hdtool.runtime.target.load import Loaded, load
-from hdtool.runtime.target.threads import choose_threads
 from hdtool.runtime.weights.checkpoint_identity import CONFIG_FILES, checkpoint_of, place_of
 
 Result = dict[str, Any]

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.builders.stores.sequences import CountedDocuments, FrequentSequences, most_frequent, tokenized
+from hdtool.builders.stores.frequent_sequences import CountedDocuments, FrequentSequences, most_frequent, tokenized
 from hdtool.data.documents import Document, Tokens
-from hdtool.data.processes import isolated_children
+from hdtool.data.isolated_processes import isolated_children
 from hdtool.data.progress import progress_bar
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.kernels.compiled import Ints, compiled

@@ -28,7 +28,7 @@ from hdtool.builders.stores.build_executor import (
     sequence_groups,
     sort_shard,
 )
-from hdtool.builders.stores.sequences import (
+from hdtool.builders.stores.frequent_sequences import (
     TOKENIZER_BATCH,
     CountedDocuments,
     FrequentSequences,
@@ -39,7 +39,7 @@ from hdtool.builders.stores.sequences import (
 )
 from hdtool.data.documents import Document, Tokens, token_type
 from hdtool.data.errors import ClusterError, HdtoolError, error_reason, install_command
-from hdtool.data.processes import isolated_children
+from hdtool.data.isolated_processes import isolated_children
 from hdtool.data.progress import progress_bar
 from hdtool.data.stores.store_folder import file_checksum
 from hdtool.data.texts_and_traces import Portion, RecordReader

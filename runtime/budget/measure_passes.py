@@ -21,9 +21,9 @@ from hdtool.runtime.budget.cost_curve import CostCurve, Floats, cost_file, inter
 from hdtool.runtime.budget.pass_costs import PASS_SIZES
 from hdtool.runtime.config.measuring import CostConfig
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
-from hdtool.runtime.engines.checks.probes import some_context
+from hdtool.runtime.engines.proofs.probes import some_context
 from hdtool.runtime.kernels.linear_layers import has_compiled_layers
-from hdtool.runtime.kernels.machine import device_name, dtype_name
+from hdtool.runtime.kernels.machine_name import device_name, dtype_name
 from hdtool.runtime.model.compact_layers import has_compact_weights
 from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.target.load import Loaded

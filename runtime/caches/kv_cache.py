@@ -18,8 +18,14 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from hdtool.data.memory import mapped_memory
-from hdtool.runtime.caches.moves import MAX_DEFERRED_MOVES, TensorLayout, move_on_device, move_on_host, must_move
-from hdtool.runtime.caches.states import States, StateShape
+from hdtool.runtime.caches.accepted_path_moves import (
+    MAX_DEFERRED_MOVES,
+    TensorLayout,
+    move_on_device,
+    move_on_host,
+    must_move,
+)
+from hdtool.runtime.caches.recurrent_states import States, StateShape
 
 NO_TENSOR = torch.empty(0)
 """Placeholder for the keys or values of a layer that has none."""

@@ -18,8 +18,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from hdtool.runtime.caches.kv_cache import KVTensors, StaticKVCache
+from hdtool.runtime.caches.recurrent_states import KeptStates, Snapshot, kept, up_to
 from hdtool.runtime.caches.slots import Cache, Slot
-from hdtool.runtime.caches.states import KeptStates, Snapshot, kept, up_to
 
 TensorPath = tuple[Any, ...]
 """Path to a tensor in a cache: attribute names, keys and indices, outermost first."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape, StaticKVCache
-from hdtool.runtime.caches.states import KeptStates, SlotStates, States, StateShape
+from hdtool.runtime.caches.recurrent_states import KeptStates, SlotStates, States, StateShape
 from hdtool.runtime.caches.transformers_views import SlotKVCache
 from hdtool.runtime.core.tree import DraftTree, rows_of
 

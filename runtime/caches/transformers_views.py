@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hdtool.runtime.caches.kv_cache import NO_TENSOR, KVTensors, Views
-from hdtool.runtime.caches.states import StateLayer
+from hdtool.runtime.caches.recurrent_states import StateLayer
 
 
 class KVLayer(CacheLayerMixin):

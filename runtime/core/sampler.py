@@ -24,7 +24,7 @@ from transformers import (
 
 from hdtool.data.errors import ModelError, PromptError
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.random_draws import (
+from hdtool.runtime.core.keyed_draws import (
     NOT_FINITE,
     UNDECIDED,
     WARPER_OPTIONS,
@@ -35,7 +35,7 @@ from hdtool.runtime.core.random_draws import (
     keeps_one,
 )
 from hdtool.runtime.core.tree import LARGEST_TREE
-from hdtool.runtime.core.walks import compile_drawn_walks, ranked_for
+from hdtool.runtime.core.tree_walks import compile_drawn_walks, ranked_for
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import argmax
 
@@ -350,8 +350,8 @@ class _GrowingIds:
 def processors_of(config: SamplingConfig) -> LogitsProcessorList:
     """Return the processors for the options in ``config`` alone, in the order in which ``generate`` applies them.
 
-    An option that is None adds no processor. ``runtime/answer_plan.py`` makes the processors of ``generate``, which
-    include the model's own settings.
+    An option that is None adds no processor. ``runtime/answering/answer_plan.py`` makes the processors of ``generate``,
+    which include the model's own settings.
     """
     chosen = LogitsProcessorList()
     if config.repetition_penalty not in (None, 1.0):

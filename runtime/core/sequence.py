@@ -18,7 +18,7 @@ from hdtool.runtime.core.drafter import Drafter, NoDraft, draft_many
 from hdtool.runtime.core.engine_interface import Engine, PassOptions, Verified
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.core.walks import compile_ranked_walks
+from hdtool.runtime.core.tree_walks import compile_ranked_walks
 
 
 class Finish(StrEnum):

@@ -17,13 +17,13 @@ from hdtool.runtime.budget.node_budget import (
     SharedBudget,
     SharedCosts,
 )
-from hdtool.runtime.caches.moves import compile_moves
+from hdtool.runtime.caches.accepted_path_moves import compile_moves
 from hdtool.runtime.config.decoding import HIERARCHIES, TRAINED, DecodeConfig, PaperConfig
 from hdtool.runtime.config.draft_sources import plugins
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.tree import compile_trees
-from hdtool.runtime.core.walks import compile_walks
+from hdtool.runtime.core.tree_walks import compile_walks
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.published.hd_paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.drafters.published.logitspec import LogitSpec

@@ -29,9 +29,8 @@ from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.heads.checkpoint import heads_for, methods_with_heads
+from hdtool.runtime.drafters.heads.head_rankings import HeadsState, sequential_drafter
 from hdtool.runtime.drafters.heads.modules import ParallelHeads
-from hdtool.runtime.drafters.heads.state import HeadsState, sequential_drafter
-from hdtool.runtime.drafters.trained.assistant import AssistantModule, load_assistant
 from hdtool.runtime.drafters.trained.checkpoints import (
     DFLASH,
     GEMMA_ASSISTANT,
@@ -43,6 +42,7 @@ from hdtool.runtime.drafters.trained.dflash import dflash_drafter
 from hdtool.runtime.drafters.trained.dflash_checkpoints import load_dflash
 from hdtool.runtime.drafters.trained.draft_model import draft_model_drafter
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
+from hdtool.runtime.drafters.trained.gemma4_assistant import AssistantModule, load_assistant
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter, mtp_layers_of
 from hdtool.runtime.drafters.trained.path_drafting import path_drafter
 from hdtool.runtime.drafters.trained.proposal import best_paths

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from hdtool.runtime.caches.states import StatesOfTree
+from hdtool.runtime.caches.recurrent_states import StatesOfTree
 
 if TYPE_CHECKING:
     from hdtool.runtime.caches.kv_cache import KVTensors

@@ -21,12 +21,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Grammar
-from hdtool.runtime.answer_plan import AnswerPlan, criteria_and_ends
+from hdtool.runtime.answering.answer_plan import AnswerPlan, criteria_and_ends
 from hdtool.runtime.config.decoding import HIERARCHIES, DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
+from hdtool.runtime.core.keyed_draws import NOT_FINITE
 from hdtool.runtime.core.prefix_cache import PrefixCache
-from hdtool.runtime.core.random_draws import NOT_FINITE
 from hdtool.runtime.core.sampler import Criterion, Sampler, Shortcuts, seed_of
 from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.core.session import Session

@@ -33,7 +33,7 @@ from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.settings_base import Settings
 
 if TYPE_CHECKING:
-    from hdtool.runtime.answerer import Answerer
+    from hdtool.runtime.answering.answer_prompts import Answerer
     from hdtool.runtime.core.sequence import Stats
 
 PREFIX = "hdtool/"
@@ -112,7 +112,7 @@ class HdtoolModel(llm.Model):  # type: ignore[misc]  # llm is not installed for 
         """Return the answerer for these options; load the model anew if more than sampling and length has changed."""
         from transformers.utils import logging
 
-        from hdtool.runtime.answerer import Answerer
+        from hdtool.runtime.answering.answer_prompts import Answerer
 
         logging.set_verbosity_error()
         sampling = _settings(SamplingConfig, options)

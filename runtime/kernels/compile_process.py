@@ -13,8 +13,8 @@ from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from threading import Condition, Thread
 from typing import IO
 
+from hdtool.data.isolated_processes import isolated_python
 from hdtool.data.notes import note, tell
-from hdtool.data.processes import isolated_python
 from hdtool.data.progress import progress_bar
 from hdtool.runtime.kernels.code_folder import is_compiled, keeps_code
 
@@ -25,7 +25,7 @@ STEPS = {PASSES: ("attention and MLPs", "forward passes"), DRAFTER: ("look-ups a
 NOUNS = {PASSES: "forward passes", DRAFTER: "the drafter"}
 MAX_SECONDS = 600.0
 """Seconds after which the process is killed if this one waits for it."""
-PROGRAM = "hdtool.runtime.compile_parts"
+PROGRAM = "hdtool.runtime.compile_passes_and_drafter"
 """Module that the process runs."""
 
 

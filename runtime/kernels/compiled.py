@@ -26,8 +26,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 
-from hdtool.runtime.kernels.callee import Callee
 from hdtool.runtime.kernels.code_folder import keeping_code
+from hdtool.runtime.kernels.inner_functions import InnerFunction
 
 
 def processor_name() -> str:
@@ -55,7 +55,7 @@ def compiled(function: Function) -> Function:
     """Compile a function; signed integer arguments, even constants, become int64, and unsigned ones keep their type."""
     with keeping_code():
         dispatcher = _njit(function)
-    Callee(dispatcher, _general)
+    InnerFunction(dispatcher, _general)
     return dispatcher  # type: ignore[no-any-return]
 
 

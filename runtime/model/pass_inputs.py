@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hdtool.runtime.caches.accepted_path_moves import MAX_DEFERRED_MOVES
 from hdtool.runtime.caches.kv_cache import KVTensors
-from hdtool.runtime.caches.moves import MAX_DEFERRED_MOVES
 from hdtool.runtime.caches.transformers_views import IndexedKVCache
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree, mark_ancestors
 from hdtool.runtime.kernels.compiled import compiled

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch.nn import Module
 
+from hdtool.runtime.program.llama_like_families import is_of_package, package_of
 from hdtool.runtime.program.mixer_parts import tensors_of
-from hdtool.runtime.program.model_families import is_of_package, package_of
 
 if TYPE_CHECKING:
     from hdtool.runtime.program.model_parts import EngineSupport

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.nn import Module
 
-from hdtool.runtime.program.model_families import Family
+from hdtool.runtime.program.llama_like_families import Family
 
 if TYPE_CHECKING:
     from hdtool.runtime.program.model_parts import EngineSupport

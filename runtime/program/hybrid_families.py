@@ -11,8 +11,7 @@ from hdtool.runtime.program.latent_families import (
     SETTINGS as LATENT_SETTINGS,
 )
 from hdtool.runtime.program.layer_norm_families import LAYER_NORM_FAMILIES
-from hdtool.runtime.program.mixer_parts import ExpertKind, deepseek_experts, qwen_experts
-from hdtool.runtime.program.model_families import (
+from hdtool.runtime.program.llama_like_families import (
     EXPERT_SETTINGS,
     FAMILIES,
     GELU,
@@ -29,6 +28,7 @@ from hdtool.runtime.program.model_families import (
     Names,
     RotaryKind,
 )
+from hdtool.runtime.program.mixer_parts import ExpertKind, deepseek_experts, qwen_experts
 from hdtool.runtime.program.side_block import SideNames
 
 DELTA_RULE_SETTINGS = frozenset({

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from hdtool.runtime.program.llama_like_families import EXPERT_SETTINGS, AttentionKind, Family, RotaryKind
 from hdtool.runtime.program.mixer_parts import ExpertKind, deepseek_experts
-from hdtool.runtime.program.model_families import EXPERT_SETTINGS, AttentionKind, Family, RotaryKind
 
 ATTRIBUTES = frozenset({
     "kv_lora_rank", "num_heads", "q_a_layernorm", "q_a_proj", "q_b_proj", "q_lora_rank", "q_proj", "qk_head_dim",

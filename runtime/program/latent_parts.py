@@ -11,7 +11,7 @@ from hdtool.runtime.kernels.linear_layers import CompiledLinear
 from hdtool.runtime.program.mixer_parts import epsilon_of, tensors_of
 
 if TYPE_CHECKING:
-    from hdtool.runtime.program.model_families import Family
+    from hdtool.runtime.program.llama_like_families import Family
     from hdtool.runtime.program.model_parts import EngineSupport
 
 Matmul = TypeVar("Matmul", bound=Module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hdtool.runtime.program.model_families import (
+from hdtool.runtime.program.llama_like_families import (
     GELU,
     AttentionKind,
     EndsKind,

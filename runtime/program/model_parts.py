@@ -1,4 +1,4 @@
-"""Recognizes models with Llama's structure and models of the families described in ``model_families``."""
+"""Recognizes models with Llama's structure and models of the families described in ``llama_like_families``."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from hdtool.runtime.program.embedding_and_head import (
 )
 from hdtool.runtime.program.feed_forward import activation_of, feed_forward_parts
 from hdtool.runtime.program.latent_parts import LatentParts
+from hdtool.runtime.program.llama_like_families import LLAMA, Family, is_of_package, package_of
 from hdtool.runtime.program.mixer_parts import MixerParts, epsilon_of, mixer_parts, tensors_of
-from hdtool.runtime.program.model_families import LLAMA, Family, is_of_package, package_of
 from hdtool.runtime.program.side_block import SideBlock, modules_of, with_side_block
 from hdtool.runtime.program.sublayers import sublayers_of
 

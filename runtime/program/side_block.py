@@ -12,7 +12,7 @@ from torch.nn import Module, Sequential
 from hdtool.runtime.program.mixer_parts import epsilon_of, tensors_of
 
 if TYPE_CHECKING:
-    from hdtool.runtime.program.model_families import Family
+    from hdtool.runtime.program.llama_like_families import Family
     from hdtool.runtime.program.model_parts import EngineSupport, LayerParts
 
 Matmul = TypeVar("Matmul", bound=Module)

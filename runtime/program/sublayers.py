@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch.nn import Module
 
+from hdtool.runtime.program.llama_like_families import Family
 from hdtool.runtime.program.mixer_parts import READERS
-from hdtool.runtime.program.model_families import Family
 from hdtool.runtime.program.side_block import modules_of
 
 

@@ -19,7 +19,7 @@ from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError
 from hdtool.data.notes import note
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config.model import BLOCKS, DEVICES, INT8, ModelConfig
-from hdtool.runtime.engines.capture import never
+from hdtool.runtime.engines.captured_functions import never
 from hdtool.runtime.generation.generation_settings import generation_settings
 from hdtool.runtime.kernels.compile_process import core_left_free
 from hdtool.runtime.kernels.experts import compile_experts
@@ -196,7 +196,7 @@ def _quantized(config: ModelConfig, settings: Any) -> Path | None:
         files = [place / CONFIG_FILES[0], *(weight_files(place) or ())]
     if not (checkpoint := checkpoint_of(config)):
         raise ModelError(f"{name} has no weights, or not all of them: get the checkpoint again, whole")
-    from hdtool.runtime.weights.quantized import quantized_folder
+    from hdtool.runtime.weights.quantized_checkpoints import quantized_folder
 
     return quantized_folder(name, scheme, files, checkpoint.fingerprint, loaded)
 

@@ -15,8 +15,8 @@ from hdtool.data.notes import note
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.tolerances import distances, tolerance_of
 from hdtool.runtime.engines.backend import MIN_GROWTH, BackendEngine, StockBackend
-from hdtool.runtime.engines.capture import Capture, CaptureMaker
-from hdtool.runtime.engines.checks.probes import some_context
+from hdtool.runtime.engines.captured_functions import Capture, CaptureMaker
+from hdtool.runtime.engines.proofs.probes import some_context
 from hdtool.runtime.engines.stock.forward_lock import forward_lock
 from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel, embedded_tokens
@@ -91,7 +91,7 @@ class Target(BackendEngine):
 
     def _prove(self, known: ModelFacts | None = None) -> None:
         """Check what the model can do, and capture steps if possible; ``known`` are its facts before it changed."""
-        from hdtool.runtime.engines.checks.trees import prove
+        from hdtool.runtime.engines.proofs.tree_proof import prove
 
         try:
             facts = prove(self.stock, known)

@@ -23,7 +23,7 @@ from hdtool.data.notes import tell
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.engine_interface import PassOptions, Verified
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.capture import never
+from hdtool.runtime.engines.captured_functions import never
 from hdtool.runtime.target.target import Target
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from hdtool.runtime.weights.gguf_file import GGUFFile
 from hdtool.runtime.weights.gguf_folder import KIND as GGUF
 from hdtool.runtime.weights.gguf_names import gguf_store
 from hdtool.runtime.weights.hub import cached_snapshot
-from hdtool.runtime.weights.quantized import quantized_store
+from hdtool.runtime.weights.quantized_checkpoints import quantized_store
 from hdtool.runtime.weights.safetensors_files import safetensors_store
 from hdtool.runtime.weights.weight_store import WeightRow, WeightStore
 

@@ -78,7 +78,7 @@ def _store(
     With ``stays_packed``, print a note if some weights of a GGUF file cannot stay in their blocks.
     """
     if quantized:
-        from hdtool.runtime.weights.quantized import quantized_store
+        from hdtool.runtime.weights.quantized_checkpoints import quantized_store
 
         return quantized_store(quantized)
     if (path := gguf_file(config)) is None:

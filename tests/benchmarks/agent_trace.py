@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 from hdtool.data.texts_and_traces import read_traces
-from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.kernels.machine_name import machine
 from tests.benchmarks.laboratory import Table, parser_of
 from tests.benchmarks.process_watch import ProcessWatch
 from tests.support.server import RunningServer

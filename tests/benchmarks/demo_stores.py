@@ -16,7 +16,7 @@ from hdtool.builders.stores.edit_store import StoreContents
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.answering.answer_prompts import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex

@@ -12,7 +12,7 @@ from hdtool.builders.evaluation.contenders import FreshDrafters
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.answer_plan import plan_answer
+from hdtool.runtime.answering.answer_plan import plan_answer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig

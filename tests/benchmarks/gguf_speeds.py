@@ -28,8 +28,8 @@ import torch
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.checks.probes import some_context
-from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.engines.proofs.probes import some_context
+from hdtool.runtime.kernels.machine_name import machine
 from hdtool.runtime.target.load import load
 from tests.benchmarks.laboratory import Table, parser_of
 from tests.benchmarks.llama_bench import LlamaBench

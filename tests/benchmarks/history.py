@@ -28,7 +28,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.kernels.machine_name import machine
 from hdtool.runtime.stores.history_store import History, HistoryStore
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS, matches
 from tests.benchmarks.laboratory import Table, parser_of, seconds_of

@@ -20,7 +20,7 @@ from hdtool.data.prompts import interleave_categories, read_prompts
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import WrappedDrafter
-from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.kernels.machine_name import machine
 from hdtool.runtime.target.load import load
 from tests.benchmarks.laboratory import Outcome, Table, method_contender, on_numbered_prompts, parser_of, stores_of
 

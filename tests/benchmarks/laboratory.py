@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from transformers.utils import logging
 
-from hdtool.builders.demo.stores import stores_of_real_model
+from hdtool.builders.demo.demo_stores import stores_of_real_model
 from hdtool.builders.evaluation.contenders import Contender, DraftingContender, FreshDrafters
 from hdtool.builders.evaluation.experiment import Answering, Experiment, Figures, Question, by_contender, identical
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, open_stores

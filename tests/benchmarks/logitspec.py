@@ -15,7 +15,7 @@ from hdtool.runtime.config.budgets import LARGEST_BUDGET
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.measuring import WARM
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.kernels.machine_name import machine
 from hdtool.runtime.target.load import load
 from tests.benchmarks.laboratory import (
     DEMO_STORES,

@@ -17,10 +17,10 @@ import numpy as np
 
 from hdtool.builders.stores.build_executor import SEQUENCE_LENGTHS
 from hdtool.builders.stores.build_stores import build_model_store
-from hdtool.builders.stores.sequences import CountedDocuments, most_frequent_in_part, part_count
+from hdtool.builders.stores.frequent_sequences import CountedDocuments, most_frequent_in_part, part_count
 from hdtool.data.documents import Document, InputFile, token_type
 from hdtool.runtime.config.building import BuildConfig
-from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.kernels.machine_name import machine
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from tests.benchmarks.corpus_scale import build_real_index, parser_of_sizes, synthetic
 from tests.benchmarks.laboratory import Table

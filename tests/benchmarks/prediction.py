@@ -20,7 +20,7 @@ from hdtool.runtime.config.budgets import FIXED_BUDGET
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.measuring import WARM
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.kernels.machine_name import machine
 from hdtool.runtime.target.load import load
 from tests.benchmarks.laboratory import DEMO_STORES, Outcome, Table, demo_prompts, method_contender, parser_of
 

@@ -17,8 +17,8 @@ import torch
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.candidates import DRAFTING, RECENCY, prob_class
-from hdtool.runtime.drafters.hierarchy.growth import MIN_CONTRIBUTION, MIN_LEFT, expand, feed
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
+from hdtool.runtime.drafters.hierarchy.tree_growth import MIN_CONTRIBUTION, MIN_LEFT, expand, feed
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.laboratory import Table, parser_of_recordings, read_recordings
 

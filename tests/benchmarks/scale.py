@@ -23,13 +23,13 @@ import numpy.typing as npt
 
 from hdtool.builders.stores.build_executor import SORT_MEMORY_FACTOR, BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index
-from hdtool.builders.stores.sequences import tokenized
+from hdtool.builders.stores.frequent_sequences import tokenized
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.kernels.machine_name import machine
 from hdtool.runtime.stores.corpus_index import MAX_CONTEXT_TOKENS, CorpusIndex
 from hdtool.runtime.target.load import load_tokenizer
 from tests.benchmarks.laboratory import Table, parser_of

@@ -10,12 +10,12 @@ from statistics import median
 
 from hdtool.builders.evaluation.experiment import DecodedTurn, timed_turn
 from hdtool.data.chat import encode_conversation
-from hdtool.runtime.answer_plan import plan_answer
+from hdtool.runtime.answering.answer_plan import plan_answer
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.generation.text_stream import text_of
+from hdtool.runtime.target.cpu_threads import choose_threads
 from hdtool.runtime.target.load import Loaded, load
-from hdtool.runtime.target.threads import choose_threads
 from tests.benchmarks.laboratory import Outcome, documentation, parser_of
 
 QUESTION = "\n\nName the topic of this text."

@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 
 from hdtool.data import demo
 from hdtool.data.demo import EMBEDDED, SMOLLM2
-from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.kernels.machine_name import machine
 from tests.benchmarks.laboratory import Table, parser_of
 
 BARE = "import torch; from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer"

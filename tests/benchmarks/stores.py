@@ -20,12 +20,12 @@ import numpy as np
 import psutil
 
 from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
-from hdtool.builders.stores.sequences import tokenized
+from hdtool.builders.stores.frequent_sequences import tokenized
 from hdtool.data.documents import Document
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.kernels.machine_name import machine
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.target.load import load_tokenizer

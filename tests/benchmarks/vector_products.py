@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hdtool.runtime.engines.cpu.int8_code import (
+from hdtool.runtime.kernels.compiled import BYTES, compiled, generated
+from hdtool.runtime.kernels.int8_dot_products import (
     DOT_OF_OCTETS,
     DOT_OF_SIGNED,
     OCTETS,
@@ -18,7 +19,6 @@ from hdtool.runtime.engines.cpu.int8_code import (
     IntegerCode,
     best_dot,
 )
-from hdtool.runtime.kernels.compiled import BYTES, compiled, generated
 from hdtool.runtime.kernels.vector_code import LANES, VECTOR, VectorCode
 
 SUMS = 12

@@ -29,12 +29,12 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hdtool.builders.demo.stores import stores_of_real_model
+from hdtool.builders.demo.demo_stores import stores_of_real_model
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import interleave_tasks, read_prompts
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.kernels.machine_name import machine
 from hdtool.runtime.target.load import load_tokenizer
 from tests.benchmarks.laboratory import Table, parser_of
 from tests.vllm.engine import ROOT, drafting

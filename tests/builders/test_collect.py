@@ -132,7 +132,9 @@ def test_what_is_cut_short_and_of_another_origin_is_kept(
     capfd.readouterr()
     first, second, *_ = whole = Path(asked[4]).read_bytes().splitlines(keepends=True)
     # Nothing is loaded for a file that cannot go on.
-    monkeypatch.setattr("hdtool.runtime.answerer.load", lambda config: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(
+        "hdtool.runtime.answering.answer_prompts.load", lambda config: pytest.fail("the model is loaded")
+    )
     said = changed(asked, b"one line of a novel", capfd)
     assert "generations.jsonl:1 is cut short and is not an answer of collect to the prompt there: remove" in said
     assert "generations.jsonl:2 is cut short" in changed(asked, first + b"one line of a novel", capfd)

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from hdtool.builders.demo import stores as demo_stores
+from hdtool.builders.demo import demo_stores
 from hdtool.builders.stores.edit_store import StoreContents
 from hdtool.cli.app import run
 from hdtool.data import demo

@@ -18,9 +18,8 @@ from matplotlib import rc_context
 from safetensors.torch import load_file, save_file
 
 from hdtool.builders.evaluation.recording import TurnReader
-from hdtool.builders.heads import training_loop
-from hdtool.builders.heads.examples import BatchSampler, Example, draft_vocabulary, read_examples
-from hdtool.builders.heads.loss import (
+from hdtool.builders.head_training import training_loop
+from hdtool.builders.head_training.loss import (
     Batch,
     FrozenTarget,
     HeadsLoss,
@@ -29,10 +28,11 @@ from hdtool.builders.heads.loss import (
     head_labels,
     label_positions,
 )
-from hdtool.builders.heads.processes import Processes
-from hdtool.builders.heads.train import evaluate
-from hdtool.builders.heads.training_curve import draw_training
-from hdtool.builders.heads.training_loop import Training, learning_rate_factor
+from hdtool.builders.head_training.processes import Processes
+from hdtool.builders.head_training.train_heads import evaluate
+from hdtool.builders.head_training.training_curve import draw_training
+from hdtool.builders.head_training.training_examples import BatchSampler, Example, draft_vocabulary, read_examples
+from hdtool.builders.head_training.training_loop import Training, learning_rate_factor
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HeadsError, ModelError, RecordError
@@ -139,7 +139,7 @@ def test_the_loss_is_what_its_words_say(family: str, size: int | None, monkeypat
 
     With a draft vocabulary, both are of its tokens only, and other labels have none.
     """
-    monkeypatch.setattr("hdtool.builders.heads.loss.CHUNK_BYTES", 4 * 97 * 5)
+    monkeypatch.setattr("hdtool.builders.head_training.loss.CHUNK_BYTES", 4 * 97 * 5)
     target = FrozenTarget(Target(model_of(family)))
     learned = texts(3)
     config, token_ids = draft_vocabulary(replace(SMALL, draft_vocabulary=size), learned, VOCABULARY)
@@ -247,7 +247,7 @@ def test_a_frozen_output_layer_with_a_bias_gets_no_gradient(frozen: bool) -> Non
 def test_gradients_of_the_cross_entropy_are_those_of_autograd(
     lm_weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hdtool.builders.heads.loss.CHUNK_BYTES", 4 * 30 * 3)
+    monkeypatch.setattr("hdtool.builders.head_training.loss.CHUNK_BYTES", 4 * 30 * 3)
     torch.manual_seed(1)
     rows, labels = torch.randint(5, (10,)), torch.randint(30, (10,))
     probs = torch.randn(5, 30).softmax(-1)
@@ -444,7 +444,9 @@ def test_files_of_another_origin_are_refused_before_the_training(
         folder.mkdir()
         (folder / name).write_bytes(b"mine")
     before = {each.name: each.read_bytes() for each in folder.iterdir()}
-    monkeypatch.setattr("hdtool.builders.heads.train.load_stock", lambda model: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(
+        "hdtool.builders.head_training.train_heads.load_stock", lambda model: pytest.fail("the model is loaded")
+    )
     assert run(["train-heads", "--from", str(path), "--out", str(folder), "--quiet"]) == 1
     error = capsys.readouterr().err
     assert f"{folder / name} is there and is not " in error and error.count("\n") == 1

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from hdtool.builders.heads import hidden_states_file, loss
-from hdtool.builders.heads.examples import BatchSampler, Example
-from hdtool.builders.heads.hidden_states_file import HiddenStatesFile
-from hdtool.builders.heads.loss import FrozenTarget
-from hdtool.builders.heads.processes import Processes
-from hdtool.builders.heads.training_loop import Training
+from hdtool.builders.head_training import hidden_states_file, loss
+from hdtool.builders.head_training.hidden_states_file import HiddenStatesFile
+from hdtool.builders.head_training.loss import FrozenTarget
+from hdtool.builders.head_training.processes import Processes
+from hdtool.builders.head_training.training_examples import BatchSampler, Example
+from hdtool.builders.head_training.training_loop import Training
 from hdtool.cli.app import run
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.config.building import HeadsConfig, TrainConfig

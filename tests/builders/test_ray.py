@@ -119,7 +119,7 @@ def test_tables_too_small_for_a_part_change_nothing(
     cluster: Any, inputs: list[Path], expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "hdtool.builders.stores.sequences.MAX_TABLE_SLOTS", 1 << 12
+        "hdtool.builders.stores.frequent_sequences.MAX_TABLE_SLOTS", 1 << 12
     )  # of this process: more and smaller parts
     with ray_executor(cluster.address, None) as engine:
         assert content(build("model", tmp_path, inputs, engine)) == expected["model"]

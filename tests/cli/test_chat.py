@@ -15,7 +15,7 @@ from hdtool.cli.app import run
 from hdtool.cli.chat_session import ChatSession
 from hdtool.data import demo
 from hdtool.data.prompts import Prompt
-from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.answering.answer_prompts import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from hdtool.cli.app import run
-from hdtool.data.processes import NUMBA_SETTINGS, isolated_children, isolated_python
-from hdtool.runtime.integrations.vllm import launch
+from hdtool.data.isolated_processes import NUMBA_SETTINGS, isolated_children, isolated_python
+from hdtool.runtime.integrations.vllm import start_vllm
 from tests.support.project import FILES
 from tests.support.traps import LIBRARIES, Traps
 
@@ -48,8 +48,14 @@ def test_processes_begin_isolated() -> None:
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(function, ast.FunctionDef) and any(map(BEGINS.match, names := calls(function))):
                 beginning.add(path.name)
-                assert names & GUARDS, f"{path}, {function.name}: data/processes.py says how a process begins"
-    assert beginning == {"build_executor.py", "compile_process.py", "launch.py", "ray_executor.py", "worker_pool.py"}
+                assert names & GUARDS, f"{path}, {function.name}: data/isolated_processes.py says how a process begins"
+    assert beginning == {
+        "build_executor.py",
+        "compile_process.py",
+        "ray_executor.py",
+        "start_vllm.py",
+        "worker_pool.py",
+    }
 
 
 def test_an_isolated_python_leaves_the_current_folder_alone(traps: Traps) -> None:
@@ -77,8 +83,8 @@ def test_the_environment_is_as_it_was(before: str | None, monkeypatch: pytest.Mo
 
 
 def test_vllm_begins_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hdtool.runtime.integrations.vllm.launch.metadata.version", lambda name: "0.32")
-    assert launch._server("model")[:3] == isolated_python("-m")[:3]
+    monkeypatch.setattr("hdtool.runtime.integrations.vllm.start_vllm.metadata.version", lambda name: "0.32")
+    assert start_vllm._server("model")[:3] == isolated_python("-m")[:3]
 
 
 def test_the_script_leaves_the_current_folder_alone(traps: Traps) -> None:
@@ -130,5 +136,5 @@ def test_commands_and_their_workers_leave_the_current_folder_alone(
 
 @pytest.mark.long
 def test_the_compiling_process_leaves_the_current_folder_alone(traps: Traps) -> None:
-    subprocess.run(isolated_python("-c", "import hdtool.runtime.compile_parts"), check=True)
+    subprocess.run(isolated_python("-c", "import hdtool.runtime.compile_passes_and_drafter"), check=True)
     assert not traps.executed

@@ -19,7 +19,8 @@ import pytest
 from hdtool.cli.answer_output import stream_answer
 from hdtool.cli.app import run
 from hdtool.data.prompts import Prompt
-from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.answering.answer_prompts import Answerer
+from hdtool.runtime.answering.streamed_answer import Answer
 from hdtool.runtime.budget import measure_passes as pass_times
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import DecodeConfig
@@ -28,7 +29,6 @@ from hdtool.runtime.drafters.drafter_factory import drafters_for
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.generation.text_stream import TextStream
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.streamed_answer import Answer
 from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 from tests.support.methods import DEMO_METHODS, drafter_for

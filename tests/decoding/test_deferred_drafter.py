@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hdtool.data.prompts import Prompt
-from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.answering.answer_prompts import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from hdtool.runtime.core.random_draws import ExponentialRace
+from hdtool.runtime.core.keyed_draws import ExponentialRace
 
 
 def test_draws_are_keyed_by_seed_position_and_token() -> None:

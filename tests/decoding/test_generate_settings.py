@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError
-from hdtool.runtime.answer_plan import NEUTRAL_SETTINGS, generate_options, sampler_for
+from hdtool.runtime.answering.answer_plan import NEUTRAL_SETTINGS, generate_options, sampler_for
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sequence import Request

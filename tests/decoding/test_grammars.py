@@ -28,8 +28,8 @@ from transformers import (
 from hdtool.cli.app import run
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.prompts import Grammar, Prompt, grammar_of
-from hdtool.runtime.answer_plan import compiler_for
-from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.answering.answer_plan import compiler_for
+from hdtool.runtime.answering.answer_prompts import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig

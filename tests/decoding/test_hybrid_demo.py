@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Prompt, interleave_categories, read_prompts
-from hdtool.runtime.answer_plan import sampler_for
+from hdtool.runtime.answering.answer_plan import sampler_for
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter

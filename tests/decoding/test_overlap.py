@@ -18,7 +18,7 @@ from hdtool.runtime.core.sequence import Request, Step
 from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.engines.capture import CaptureMaker, never
+from hdtool.runtime.engines.captured_functions import CaptureMaker, never
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.target.target import Target
 from tests.support.families import model_of

@@ -20,7 +20,7 @@ from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace
-from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.answering.answer_prompts import Answerer
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.draft_sources import SourceId

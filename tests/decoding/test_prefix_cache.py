@@ -11,8 +11,8 @@ import transformers
 from hypothesis import given, settings, strategies as st
 from transformers import AutoModelForCausalLM
 
+from hdtool.runtime.caches.recurrent_states import MAX_SNAPSHOTS
 from hdtool.runtime.caches.slots import Cache
-from hdtool.runtime.caches.states import MAX_SNAPSHOTS
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core import prefix_cache
 from hdtool.runtime.core.drafter import Drafter
@@ -22,7 +22,7 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Request, Step
 from hdtool.runtime.core.session import Session, decode
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.engines.capture import CaptureMaker, Run, never
+from hdtool.runtime.engines.captured_functions import CaptureMaker, Run, never
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import all_answered, answer_of, answered, answers_of, output_tokens, request, run

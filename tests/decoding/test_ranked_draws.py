@@ -13,10 +13,10 @@ from transformers import LogitsProcessorList
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import accept
 from hdtool.runtime.core.engine_interface import Verified
-from hdtool.runtime.core.random_draws import ALL_TOKENS, NOT_FINITE, UNDECIDED, WARPER_OPTIONS, DrawOptions, draw_row
+from hdtool.runtime.core.keyed_draws import ALL_TOKENS, NOT_FINITE, UNDECIDED, WARPER_OPTIONS, DrawOptions, draw_row
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.core.walks import draw_ranked, ranked_for
+from hdtool.runtime.core.tree_walks import draw_ranked, ranked_for
 from hdtool.runtime.kernels.topk import MAX_RANKED
 
 VOCABULARY = 3000

@@ -11,7 +11,7 @@ from hypothesis import example, given, strategies as st
 
 from hdtool.cli.app import run
 from hdtool.data.prompts import Prompt
-from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.answering.answer_prompts import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig

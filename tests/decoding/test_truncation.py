@@ -18,8 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hdtool.runtime.core import random_draws
-from hdtool.runtime.core.random_draws import MAX_TOP_K_BY_MAXIMA, UNDECIDED, ExponentialRace, Truncation, allowed_scores
+from hdtool.runtime.core import keyed_draws
+from hdtool.runtime.core.keyed_draws import MAX_TOP_K_BY_MAXIMA, UNDECIDED, ExponentialRace, Truncation, allowed_scores
 
 POSITION = 3
 
@@ -186,7 +186,7 @@ def test_what_a_draw_uses_is_compiled_before(top_k: int, monkeypatch: pytest.Mon
         compiled.append(draws.top_k)
         return 0
 
-    monkeypatch.setattr(random_draws, "draw_row", noted)
+    monkeypatch.setattr(keyed_draws, "draw_row", noted)
     Truncation(top_k=top_k).compile(ExponentialRace(0))
     assert compiled == [top_k if top_k <= MAX_TOP_K_BY_MAXIMA else 0]
 

@@ -13,14 +13,14 @@ from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.drafters.hierarchy.candidates import WORKSPACE
-from hdtool.runtime.drafters.hierarchy.growth import (
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
+from hdtool.runtime.drafters.hierarchy.tree_growth import (
     EXPECTED_HITS,
     MAX_FACTOR,
     calibrate,
     count_hit,
     start_calibration,
 )
-from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.stores.store_set import StoreSet
 
 STEEP = CostCurve.parse("0:22,1:26.5,3:27,7:31,15:54,63:150")

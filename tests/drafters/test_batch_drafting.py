@@ -18,8 +18,8 @@ from hdtool.runtime.core.drafter import Drafter, NoDraft, draft_many
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy import hierarchy
-from hdtool.runtime.drafters.hierarchy.growth import grow_all
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
+from hdtool.runtime.drafters.hierarchy.tree_growth import grow_all
 from hdtool.runtime.drafters.published.lookup_methods import PromptLookup
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.stores.corpus_index import CorpusIndex

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hdtool.data.processes import isolated_python
+from hdtool.data.isolated_processes import isolated_python
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.drafters import deferred as deferred_module
 from hdtool.runtime.drafters.deferred import deferred
@@ -26,7 +26,7 @@ from hdtool.runtime.kernels.compile_process import (
     start_compiling,
     wait_until_compiled,
 )
-from hdtool.runtime.target.threads import choose_threads
+from hdtool.runtime.target.cpu_threads import choose_threads
 
 
 @pytest.fixture
@@ -62,10 +62,11 @@ def test_nothing_runs_beside_what_waited_for_the_last_part(program: Path) -> Non
 def test_the_process_ends_with_the_lock_held_and_without_freeing_its_objects(tmp_path: Path) -> None:
     home = {"HDTOOL_HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path)}
     program = (
-        "import atexit\nfrom hdtool.data import durable_files\nfrom hdtool.runtime import compile_parts\n"
+        "import atexit\nfrom hdtool.data import durable_files\n"
+        "from hdtool.runtime import compile_passes_and_drafter as program\n"
         "from contextlib import contextmanager\n@contextmanager\ndef shown_lock(*place, **how):\n"
         "    yield print('locked', flush=True)\n    print('free', flush=True)\n"
-        "compile_parts.file_lock = shown_lock\natexit.register(print, 'freed')\ncompile_parts.main([])"
+        "program.file_lock = shown_lock\natexit.register(print, 'freed')\nprogram.main([])"
     )
     ran = subprocess.run(
         isolated_python("-c", program), check=True, env={**os.environ, **home}, capture_output=True, text=True
@@ -106,9 +107,9 @@ def test_torch_leaves_a_core_to_the_compiler_while_a_model_is_loaded(program: Pa
 
 def test_the_process_collects_garbage_rarely(tmp_path: Path) -> None:
     program = (
-        "import gc, sys\nfrom hdtool.runtime import compile_parts\n"
+        "import gc, sys\nfrom hdtool.runtime import compile_passes_and_drafter as program\n"
         "from hdtool.runtime.model import lean_imports\nassert 'torch' not in sys.modules\n"
-        "compile_parts.prepare()\nassert gc.get_threshold()[0] == lean_imports.POSTPONED_THRESHOLD"
+        "program.prepare()\nassert gc.get_threshold()[0] == lean_imports.POSTPONED_THRESHOLD"
     )
     home = {"HDTOOL_HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path)}
     subprocess.run(isolated_python("-c", program), check=True, env={**os.environ, **home})
@@ -159,7 +160,7 @@ def test_threads_are_chosen_before_the_drafters_join_only_where_they_change_no_b
     is_compiled: bool, program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiled passes give the same bits with any number; in torch's code, it must not change within an answer."""
-    monkeypatch.setattr("hdtool.runtime.target.threads.cpu_quota", lambda: 2)
+    monkeypatch.setattr("hdtool.runtime.target.cpu_threads.cpu_quota", lambda: 2)
     program.write_text("import time\ntime.sleep(600)")
     start_compiling(DRAFTER)
     torch.set_num_threads(4)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hdtool.runtime.drafters.hierarchy.matches import (
+from hdtool.runtime.drafters.hierarchy.matching_sources import (
     MATCH_RECORD,
     MAX_NODE_MATCHES,
     MAX_ROOT_MATCHES,

@@ -25,7 +25,7 @@ from hdtool.runtime.drafters.trained.draft_model import DraftModel, draft_model_
 from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, path_drafter
 from hdtool.runtime.drafters.trained.sequential import BlockDrafter
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
-from hdtool.runtime.engines.capture import CaptureMaker, never
+from hdtool.runtime.engines.captured_functions import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target

@@ -24,8 +24,8 @@ from hdtool.runtime.drafters.trained.dflash import DFlashPasses
 from hdtool.runtime.drafters.trained.dflash_checkpoints import DFlashModel, load_dflash
 from hdtool.runtime.drafters.trained.proposal import Proposal, best_paths
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, published_drafter
-from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.engines.captured.ranking_passes import RankingPasses
+from hdtool.runtime.engines.captured_functions import CaptureMaker, never
 from hdtool.runtime.model.pass_inputs import TransferBuffer
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of, assert_answers_of_batch

@@ -13,16 +13,16 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hdtool.builders.heads.examples import Example, draft_vocabulary, frequent_tokens
-from hdtool.builders.heads.loss import LabelPositions, draft_labels, head_logits
-from hdtool.builders.heads.train import best_tree
+from hdtool.builders.head_training.loss import LabelPositions, draft_labels, head_logits
+from hdtool.builders.head_training.train_heads import best_tree
+from hdtool.builders.head_training.training_examples import Example, draft_vocabulary, frequent_tokens
 from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.caches.kv_cache import KVTensors, StaticKVCache
 from hdtool.runtime.caches.transformers_views import SlotKVCache
 from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.drafters.heads.checkpoint import load_heads, new_heads
+from hdtool.runtime.drafters.heads.head_rankings import HeadsState
 from hdtool.runtime.drafters.heads.modules import HeadsShape, ParallelHeads
-from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
 from hdtool.runtime.drafters.trained.proposal import (
     PROB_BUCKETS,

@@ -27,14 +27,14 @@ from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
-from hdtool.runtime.drafters.heads.state import HeadsState
-from hdtool.runtime.drafters.hierarchy.growth import feed, grow
+from hdtool.runtime.drafters.heads.head_rankings import HeadsState
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
+from hdtool.runtime.drafters.hierarchy.tree_growth import feed, grow
 from hdtool.runtime.drafters.trained.proposal import Proposal
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, StaticTree, drafter_of
-from hdtool.runtime.engines import capture
-from hdtool.runtime.engines.capture import CaptureMaker, Run, never
+from hdtool.runtime.engines import captured_functions
 from hdtool.runtime.engines.captured.ranking_passes import RankingPasses
+from hdtool.runtime.engines.captured_functions import CaptureMaker, Run, never
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, answer_of, assert_answers_of_batch, output_tokens, run
@@ -282,7 +282,7 @@ def test_after_a_token_the_next_head_drafts_after_the_root() -> None:
 
 def test_passes_that_lacked_memory_are_captured_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """After some passes, as steps of the target are."""
-    monkeypatch.setattr(capture, "RETRY_AFTER", 3)
+    monkeypatch.setattr(captured_functions, "RETRY_AFTER", 3)
     attempts = list[int]()
     runs = list[int]()
 

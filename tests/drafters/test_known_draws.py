@@ -9,7 +9,7 @@ import pytest
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import WrappedDrafter
-from hdtool.runtime.core.random_draws import ExponentialRace
+from hdtool.runtime.core.keyed_draws import ExponentialRace
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy

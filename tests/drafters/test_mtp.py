@@ -32,7 +32,7 @@ from hdtool.runtime.drafters.trained.mtp import (
 )
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
-from hdtool.runtime.engines.capture import CaptureMaker, never
+from hdtool.runtime.engines.captured_functions import CaptureMaker, never
 from hdtool.runtime.engines.reference.drafter_layers import DrafterLayers
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load

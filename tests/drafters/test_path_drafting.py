@@ -17,22 +17,22 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import Ranked
+from hdtool.runtime.drafters.heads.head_rankings import HeadsState, HydraModule, TrainedMtp, sequential_drafter
 from hdtool.runtime.drafters.heads.modules import HydraHeads, MtpHeads
-from hdtool.runtime.drafters.heads.state import HeadsState, HydraModule, TrainedMtp, sequential_drafter
 from hdtool.runtime.drafters.trained import draft_passes
-from hdtool.runtime.drafters.trained.assistant import AssistantModule, load_assistant
 from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
 from hdtool.runtime.drafters.trained.dflash import DFlashPasses
 from hdtool.runtime.drafters.trained.dflash_checkpoints import load_dflash
 from hdtool.runtime.drafters.trained.draft_model import DraftModel
 from hdtool.runtime.drafters.trained.draft_passes import ReadingPasses
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
+from hdtool.runtime.drafters.trained.gemma4_assistant import AssistantModule, load_assistant
 from hdtool.runtime.drafters.trained.mtp import IteratedMtp, MtpLayersInTurn, load_mtp, mtp_drafter
 from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, PathModule, PathsInOneRun, path_drafter, rankings_for
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Proposal
 from hdtool.runtime.drafters.trained.sequential import BlockDrafter, SequentialDrafter, TrainedProposer
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, published_drafter
-from hdtool.runtime.engines.capture import CaptureMaker, never
+from hdtool.runtime.engines.captured_functions import CaptureMaker, never
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of, assert_answers_of_batch
 from tests.support.families import model_of

@@ -30,7 +30,7 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
-from hdtool.runtime.drafters.hierarchy.evidence import MAX_PLUGIN_POSITIONS
+from hdtool.runtime.drafters.hierarchy.counting_sources import MAX_PLUGIN_POSITIONS
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.kernels.compiled import HAS_CLOCK

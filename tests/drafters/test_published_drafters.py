@@ -24,15 +24,15 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import Ranked
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_for, drafters_for
-from hdtool.runtime.drafters.trained.assistant import AssistantModule, load_assistant
 from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
 from hdtool.runtime.drafters.trained.dflash_checkpoints import without_norm
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
+from hdtool.runtime.drafters.trained.gemma4_assistant import AssistantModule, load_assistant
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Proposal
 from hdtool.runtime.drafters.trained.sequential import BlockDrafter
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, published_drafter
-from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.engines.captured.ranking_passes import RankingPasses
+from hdtool.runtime.engines.captured_functions import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import assert_answers_of_batch, assert_drafts_change_nothing, run

@@ -19,12 +19,12 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import Ranked
 from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult
+from hdtool.runtime.drafters.heads.head_rankings import HeadsState, HydraModule, TrainedMtp, sequential_drafter
 from hdtool.runtime.drafters.heads.modules import Heads, HydraHeads, MtpHeads
-from hdtool.runtime.drafters.heads.state import HeadsState, HydraModule, TrainedMtp, sequential_drafter
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, methods_with_drafters, trained_drafter
-from hdtool.runtime.engines.capture import CaptureMaker, never
+from hdtool.runtime.engines.captured_functions import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of, assert_answers_of_batch, run

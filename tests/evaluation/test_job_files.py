@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hdtool.builders.evaluation.job_files import job_files
-from hdtool.data.processes import isolated_python
+from hdtool.data.isolated_processes import isolated_python
 
 HOLD = (
     "from hdtool.builders.evaluation.job_files import job_files\nwith job_files([1, 2]):\n print(flush=True)\n input()"

@@ -15,7 +15,7 @@ from hdtool.builders.evaluation.verify import Difference, Oracle, Verifier
 from hdtool.cli.app import run
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Grammar, Prompt
-from hdtool.runtime.answer_plan import compiler_for
+from hdtool.runtime.answering.answer_plan import compiler_for
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft

@@ -16,7 +16,7 @@ from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.answer_plan import plan_answer
+from hdtool.runtime.answering.answer_plan import plan_answer
 from hdtool.runtime.caches.kv_cache import StaticKVCache
 from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.model import SamplingConfig
@@ -154,7 +154,7 @@ def test_plain_decoding_that_is_not_generates_is_found(small: Loaded, monkeypatc
     """A loop that ignores a setting of the model."""
     model: Any = small.target.model
     model.generation_config.suppress_tokens = [said(small)[5]]
-    monkeypatch.setattr("hdtool.runtime.answer_plan._processors_and_criteria", lambda *_: ((), ()))
+    monkeypatch.setattr("hdtool.runtime.answering.answer_plan._processors_and_criteria", lambda *_: ((), ()))
     check, (explanation,) = verified(small)
     assert check.equals(Oracle.PLAIN)
     assert not check.equals(Oracle.GENERATE)

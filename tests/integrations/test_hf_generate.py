@@ -36,7 +36,7 @@ from hdtool.data.errors import FamilyError, OptionError, PromptError, StoreError
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
-from hdtool.runtime.core.random_draws import NOT_FINITE
+from hdtool.runtime.core.keyed_draws import NOT_FINITE
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish
 from hdtool.runtime.core.session import decode

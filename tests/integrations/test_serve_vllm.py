@@ -28,8 +28,8 @@ from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.integrations.vllm.cpu_repairs import expand_settings, with_rows_only
-from hdtool.runtime.integrations.vllm.launch import HOOK_FILE, Launch, require_hook
 from hdtool.runtime.integrations.vllm.proposer import COST, HierarchyProposer, open_drafter
+from hdtool.runtime.integrations.vllm.start_vllm import HOOK_FILE, Launch, require_hook
 from hdtool.runtime.integrations.vllm.worker_settings import PROPOSER, VllmSettings
 from hdtool.runtime.target.load import load_tokenizer
 from tests.support.vllm_batch import worker, worker_config

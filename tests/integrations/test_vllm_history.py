@@ -23,8 +23,8 @@ from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.integrations.vllm import answer_collector
 from hdtool.runtime.integrations.vllm.answer_collector import appends_history
-from hdtool.runtime.integrations.vllm.launch import Launch
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
+from hdtool.runtime.integrations.vllm.start_vllm import Launch
 from hdtool.runtime.integrations.vllm.worker_settings import VllmSettings
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_ring import create_if_new

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 
-from hdtool.runtime.engines.cpu.int8_code import DOT_OF_SIGNED, has_dot_of_octets
-from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, panel_tile
+from hdtool.runtime.kernels.int8_dot_products import DOT_OF_SIGNED, has_dot_of_octets
+from hdtool.runtime.kernels.int8_tiles import INT8_TILE_ROWS, panel_tile
 from hdtool.runtime.kernels.matrix_formats import FORMAT_OF_TYPE
 
 ARM, MAC = "aarch64-unknown-linux-gnu", "arm64-apple-darwin"

@@ -19,7 +19,7 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.session import Session, decode
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.capture import CaptureMaker, never
+from hdtool.runtime.engines.captured_functions import CaptureMaker, never
 from hdtool.runtime.integrations import hf_generate
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.kernels.compact_weight import is_compact

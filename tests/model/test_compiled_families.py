@@ -11,7 +11,7 @@ import torch
 from torch.nn import Linear
 from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
-from hdtool.runtime.caches.states import SlotStates
+from hdtool.runtime.caches.recurrent_states import SlotStates
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig

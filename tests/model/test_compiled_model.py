@@ -19,9 +19,9 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import PassOptions, Verified
 from hdtool.runtime.core.tree import UNDETERMINED, DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
-from hdtool.runtime.engines.checks.probes import PROOF_CONTEXT, some_context
 from hdtool.runtime.engines.cpu import compile_and_check, layer_kernel, pass_kernel, weight_table
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
+from hdtool.runtime.engines.proofs.probes import PROOF_CONTEXT, some_context
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of, output_tokens, run

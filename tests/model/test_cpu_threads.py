@@ -14,9 +14,9 @@ from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.linear_layers import compile_linear_layers
-from hdtool.runtime.target import threads
+from hdtool.runtime.target import cpu_threads
+from hdtool.runtime.target.cpu_threads import choose_threads
 from hdtool.runtime.target.target import Target
-from hdtool.runtime.target.threads import choose_threads
 from tests.support import fused
 from tests.support.families import model_of
 
@@ -58,7 +58,7 @@ def test_fewer_threads_are_tried_until_they_are_slower(
         tried.append(count)
         return seconds[count]
 
-    monkeypatch.setattr(threads, "_seconds_with", take)
+    monkeypatch.setattr(cpu_threads, "_seconds_with", take)
     torch.set_num_threads(max(seconds))
     assert choose_threads(target) == torch.get_num_threads() == chosen
     assert tried == asked
@@ -66,10 +66,10 @@ def test_fewer_threads_are_tried_until_they_are_slower(
 
 def test_a_recorded_number_is_taken_over(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = CachedValue(tmp_path, {})
-    monkeypatch.setattr(threads, "_seconds_with", lambda count, target: {4: 1.0, 2: 0.5, 1: 1.0}[count])
+    monkeypatch.setattr(cpu_threads, "_seconds_with", lambda count, target: {4: 1.0, 2: 0.5, 1: 1.0}[count])
     torch.set_num_threads(4)
     assert choose_threads(target, record=record) == 2
-    monkeypatch.setattr(threads, "_seconds_with", lambda count, target: pytest.fail("it was measured again"))
+    monkeypatch.setattr(cpu_threads, "_seconds_with", lambda count, target: pytest.fail("it was measured again"))
     torch.set_num_threads(4)
     assert choose_threads(target, record=record) == torch.get_num_threads() == 2
     assert choose_threads(target, 1, record) == 1, "what the user asks for comes first"
@@ -81,8 +81,8 @@ def test_passes_of_the_library_use_the_cpus_there_are(
 ) -> None:
     record = CachedValue(tmp_path, {})
     record.write(1)
-    monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
-    monkeypatch.setattr(threads, "_seconds_with", lambda count, target: pytest.fail("it was measured"))
+    monkeypatch.setattr(cpu_threads, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(cpu_threads, "_seconds_with", lambda count, target: pytest.fail("it was measured"))
     torch.set_num_threads(4)
     assert choose_threads(stock, record=record) == torch.get_num_threads() == chosen
     assert choose_threads(stock, 3, record) == 3
@@ -104,7 +104,7 @@ def test_the_limit_of_a_container(files: dict[str, str], quota: int | None, tmp_
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert threads.cpu_quota(tmp_path) == quota
+    assert cpu_threads.cpu_quota(tmp_path) == quota
 
 
 def test_a_given_number_of_threads_is_not_measured(target: Target) -> None:

@@ -12,9 +12,9 @@ import torch
 from hdtool.runtime.caches.kv_cache import KVTensors
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines import capture
-from hdtool.runtime.engines.capture import Run
+from hdtool.runtime.engines import captured_functions
 from hdtool.runtime.engines.captured import static_steps
+from hdtool.runtime.engines.captured_functions import Run
 from hdtool.runtime.engines.cuda import cuda_graphs
 from hdtool.runtime.engines.cuda.cuda_graphs import WARM_UPS, CudaGraphs
 from hdtool.runtime.model.placement import use_planless_attention
@@ -148,7 +148,7 @@ def test_what_does_not_fit_into_memory_runs_uncaptured(
 ) -> None:
     """Without a second attempt if torch cannot capture after a failure, and with one note in all."""
     monkeypatch.setattr(cuda_graphs, "can_capture_after_failure", lambda: recovers)
-    capture.note_uncaptured.cache_clear()
+    captured_functions.note_uncaptured.cache_clear()
     graphs = CudaGraphs(CPU)
     cuda.events.clear()
     for _ in range(2):
@@ -179,8 +179,8 @@ class Memory(Direct):
 def test_a_step_that_does_not_fit_gives_up_its_shape_and_is_captured_later(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(capture, "RETRY_AFTER", 4)
-    capture.note_uncaptured.cache_clear()
+    monkeypatch.setattr(captured_functions, "RETRY_AFTER", 4)
+    captured_functions.note_uncaptured.cache_clear()
     memory = Memory()
     target, prompts = Target(model_of("llama"), lambda device: memory), [prompt_of(length) for length in (9, 20, 30)]
     captured = list(captured_of(target)._passes)

@@ -16,8 +16,8 @@ from hdtool.runtime.engines.cpu import compile_and_check
 from hdtool.runtime.engines.cpu.compiled_support import COMPILED
 from hdtool.runtime.engines.reference import program_support
 from hdtool.runtime.program.hybrid_families import DESCRIBED
+from hdtool.runtime.program.llama_like_families import GEMMA_NORM, Family, NormKind
 from hdtool.runtime.program.mixer_parts import ExpertKind
-from hdtool.runtime.program.model_families import GEMMA_NORM, Family, NormKind
 from hdtool.runtime.program.side_block import SideNames
 from hdtool.runtime.target.target import Target
 from tests.support.described import model_of, target_of

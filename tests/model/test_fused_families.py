@@ -22,8 +22,8 @@ from hdtool.runtime.engines.reference.operations import Norm, Residual
 from hdtool.runtime.model.pass_inputs import StepInput
 from hdtool.runtime.program.hybrid_families import DESCRIBED
 from hdtool.runtime.program.latent_families import LATENT_FAMILIES
+from hdtool.runtime.program.llama_like_families import FAMILIES, LLAMA_NORMS, Family, settings_of
 from hdtool.runtime.program.mixer_parts import epsilon_of
-from hdtool.runtime.program.model_families import FAMILIES, LLAMA_NORMS, Family, settings_of
 from hdtool.runtime.program.model_parts import EngineSupport, model_parts
 from hdtool.runtime.target.target import Target
 from tests.support.described import (

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from numba import njit
 
-from hdtool.runtime.engines.cpu.int8_code import ANY_PROCESSOR, PANEL_ROWS, PART, panel_format
-from hdtool.runtime.engines.cpu.int8_panels import MAX_CHUNK_BYTES, Panels
-from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, panel_tile, quantize_row
+from hdtool.runtime.kernels.int8_dot_products import ANY_PROCESSOR, PANEL_ROWS, PART, panel_format
+from hdtool.runtime.kernels.int8_matmul import MAX_CHUNK_BYTES, Panels
+from hdtool.runtime.kernels.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, panel_tile, quantize_row
 from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, BlockFormat, by_rows
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
@@ -116,7 +116,7 @@ def test_numbers_that_have_no_8_bits(format: BlockFormat) -> None:
 
 FREED = """
 import torch
-from hdtool.runtime.engines.cpu.int8_panels import Panels
+from hdtool.runtime.kernels.int8_matmul import Panels
 from tests.support.packed_blocks import NAMES, int8_linear, some_matrix
 
 matrix = some_matrix(NAMES["Q8_0"], 16, 512)

@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.engines.checks import long_context
-from hdtool.runtime.engines.checks.long_context import LongContext, long_contexts
+from hdtool.runtime.engines.proofs import long_contexts as long_context
+from hdtool.runtime.engines.proofs.long_contexts import LongContext, long_contexts
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.refusals import context_limit
 from hdtool.runtime.target.target import Target
@@ -138,7 +138,7 @@ def test_windows_of_the_masks_alone_need_no_long_context(family: str) -> None:
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "llama4", "gpt_oss", "deepseek_v3"])
 def test_every_kind_of_mask_passes_after_a_long_context(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     both = [LongContext(338, 169, None), LongContext(510, 61, None)]
-    monkeypatch.setattr("hdtool.runtime.engines.checks.trees.long_contexts", lambda *_: both)
+    monkeypatch.setattr("hdtool.runtime.engines.proofs.tree_proof.long_contexts", lambda *_: both)
     Target(model_of(family))
 
 

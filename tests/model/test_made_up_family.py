@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hdtool.runtime.program.hybrid_families import DESCRIBED
-from hdtool.runtime.program.model_families import Family
+from hdtool.runtime.program.llama_like_families import Family
 from hdtool.runtime.target.target import Target
 from tests.support.described import assert_right
 from tests.support.fused import widen, with_compiled_layers

@@ -6,8 +6,8 @@ import pytest
 import torch
 from numba import njit
 
-from hdtool.runtime.engines.cpu.int8_panels import Panels, int8_matmul_of
 from hdtool.runtime.kernels.compiled import struct_at
+from hdtool.runtime.kernels.int8_matmul import Panels, int8_matmul_of
 from hdtool.runtime.kernels.linear_layers import compiled_linear
 from hdtool.runtime.kernels.matmul_choice import KERNELS, call_at, matmul_of
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, BlockFormat

@@ -25,7 +25,7 @@ from hdtool.runtime.config.measuring import CostConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.kernels.machine import device_name
+from hdtool.runtime.kernels.machine_name import device_name
 from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.target.target import Target

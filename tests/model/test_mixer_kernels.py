@@ -12,10 +12,10 @@ import torch
 from torch.nn import Conv1d, Module, Parameter
 from torch.nn.functional import silu, softplus
 
-from hdtool.runtime.caches.states import CONV, RECURRENT, StateName
+from hdtool.runtime.caches.recurrent_states import CONV, RECURRENT, StateName
 from hdtool.runtime.engines.reference.mixer_operations import DeltaInputs, MixerOperations
-from hdtool.runtime.engines.reference.recurrences import MixerStates
 from hdtool.runtime.engines.reference.tree_indices import TreeIndices
+from hdtool.runtime.engines.reference.tree_recurrences import MixerStates
 from hdtool.runtime.model.pass_inputs import StepTensors
 from hdtool.runtime.program.mixer_parts import DELTA_RULE, MAMBA2, SHORT_CONVOLUTION, MixerParts
 from tests.support.compiled_kernels import SHARED_MEMORY, compiled

@@ -18,7 +18,7 @@ from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.drafters.hierarchy.rankings import LogitRecords
+from hdtool.runtime.drafters.hierarchy.ranking_sources import LogitRecords
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History

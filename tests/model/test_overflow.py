@@ -21,7 +21,7 @@ from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.engines.capture import CaptureMaker, never
+from hdtool.runtime.engines.captured_functions import CaptureMaker, never
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, answer_of, answers_of, request
 from tests.support.families import VOCABULARY, model_of

@@ -16,8 +16,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings, strategies as st
 from torch.nn.functional import embedding
 
-from hdtool.runtime.engines.cpu.int8_panels import Panels
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_packed
+from hdtool.runtime.kernels.int8_matmul import Panels
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, FORMATS_BY_GGUF_TYPE, FORMATS_BY_NAME, BlockFormat
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from tests.support.packed_blocks import (
@@ -112,7 +112,7 @@ binding.get_host_cpu_features = lambda: features
 import torch
 from hashlib import sha256
 from hdtool.runtime.kernels.vector_code import LANES
-from hdtool.runtime.engines.cpu.int8_panels import Panels
+from hdtool.runtime.kernels.int8_matmul import Panels
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS
 from hdtool.runtime.kernels.linear_layers import compiled_linear
 from tests.support.packed_blocks import expected, int8_linear, some_matrix

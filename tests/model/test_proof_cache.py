@@ -15,8 +15,8 @@ from hdtool.data.durable_files import json_digest
 from hdtool.data.home import proofs_at_home
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.checks.probes import some_context
-from hdtool.runtime.engines.checks.trees import prove_trees
+from hdtool.runtime.engines.proofs.probes import some_context
+from hdtool.runtime.engines.proofs.tree_proof import prove_trees
 from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel
 from hdtool.runtime.model.compact_layers import has_compact_weights
@@ -49,7 +49,7 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[StockModel]:
         checked.append(stock)
         return prove_trees(stock, facts)
 
-    monkeypatch.setattr("hdtool.runtime.engines.checks.trees.prove_trees", check)
+    monkeypatch.setattr("hdtool.runtime.engines.proofs.tree_proof.prove_trees", check)
     return checked
 
 

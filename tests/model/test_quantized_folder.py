@@ -30,7 +30,7 @@ from hdtool.runtime.kernels.compact_weight import is_packed
 from hdtool.runtime.kernels.packed_matrix import Q4_0, Q8_0, quantize_matrix
 from hdtool.runtime.target import load as loading
 from hdtool.runtime.target.load import load, load_stock
-from hdtool.runtime.weights import quantized
+from hdtool.runtime.weights import quantized_checkpoints
 from hdtool.runtime.weights.model_in_memory import checkpoint_in_memory
 from tests.support.decoding import assert_lossless
 from tests.support.fused import compiled
@@ -160,7 +160,7 @@ def test_later_starts_read_what_was_kept(
     place = checkpoint(tmp_path)
     first = logits(load(config_of(place)).target.model)
     assert capfd.readouterr().err.count("note: quantizing") == 1
-    monkeypatch.setattr(quantized, "_write", lambda *_: pytest.fail("the checkpoint was quantized again"))
+    monkeypatch.setattr(quantized_checkpoints, "_write", lambda *_: pytest.fail("the checkpoint was quantized again"))
     assert torch.equal(logits(load(config_of(place)).target.model), first)
     assert not capfd.readouterr().err
 
@@ -187,7 +187,7 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     with monkeypatch.context() as patched:
-        patched.setattr(quantized, "save_file", full)
+        patched.setattr(quantized_checkpoints, "save_file", full)
         with pytest.raises(ModelError, match=r"quantizing .* failed .*No space left.*: make room, or let HDTOOL_HOME"):
             load(config_of(place))
     with monkeypatch.context() as patched:

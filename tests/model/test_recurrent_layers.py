@@ -16,11 +16,11 @@ from transformers.cache_utils import DynamicCache
 from hdtool.runtime.caches.kv_cache import StaticKVCache
 from hdtool.runtime.core.tolerances import LOW_PRECISION_TOLERANCE, STRICT_TOLERANCE, distances
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.engines.capture import never
-from hdtool.runtime.engines.checks import recurrences
-from hdtool.runtime.engines.checks.recurrences import between
+from hdtool.runtime.engines.captured_functions import never
+from hdtool.runtime.engines.proofs import recurrent_tree_proof as recurrences
+from hdtool.runtime.engines.proofs.recurrent_tree_proof import between
 from hdtool.runtime.engines.reference.mixers import mix
-from hdtool.runtime.engines.reference.recurrences import MixerStates
+from hdtool.runtime.engines.reference.tree_recurrences import MixerStates
 from hdtool.runtime.engines.stock import recurrent_layers
 from hdtool.runtime.engines.stock.recurrent_layers import described_mixers
 from hdtool.runtime.target.target import Target

@@ -19,8 +19,8 @@ from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.drafters.drafter_factory import drafter_for
-from hdtool.runtime.engines.checks.probes import some_context
-from hdtool.runtime.target.threads import choose_threads
+from hdtool.runtime.engines.proofs.probes import some_context
+from hdtool.runtime.target.cpu_threads import choose_threads
 from hdtool.runtime.target.load import load
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode

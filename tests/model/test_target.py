@@ -16,7 +16,7 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core import tolerances
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
-from hdtool.runtime.engines.checks import trees as checks
+from hdtool.runtime.engines.proofs import tree_proof as checks
 from hdtool.runtime.model.refusals import context_limit
 from hdtool.runtime.model.transformers_internals import cache_argument
 from hdtool.runtime.target.target import Target

@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from hdtool.runtime.engines.cpu.int8_panels import Panels
+from hdtool.runtime.kernels.int8_matmul import Panels
 from hdtool.runtime.kernels.linear_layers import compiled_linear
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.thread_pool import MIN_PARALLEL_WEIGHTS, ThreadPool, shared_thread_pool

@@ -20,7 +20,7 @@ from hdtool.runtime.engines.reference.operations import (
 )
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.program.embedding_and_head import Rotary
-from hdtool.runtime.program.model_families import NormKind
+from hdtool.runtime.program.llama_like_families import NormKind
 from hdtool.runtime.target.target import Target
 from tests.support.compiled_kernels import SHARED_MEMORY, compiled
 from tests.support.described import assert_right

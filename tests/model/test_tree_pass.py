@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from hdtool.runtime.caches.accepted_path_moves import move_on_device
 from hdtool.runtime.caches.kv_cache import HeadShape, KVTensors, LayerShape, StaticKVCache
-from hdtool.runtime.caches.moves import move_on_device
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import accept
 from hdtool.runtime.core.engine_interface import LOGITS_ONLY, PassOptions, Verified

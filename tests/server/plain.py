@@ -8,7 +8,7 @@ from typing import Any
 from transformers import LogitsProcessor
 
 from hdtool.data.chat import encode_conversation
-from hdtool.runtime.answer_plan import plan_answer
+from hdtool.runtime.answering.answer_plan import plan_answer
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.session import decode_request

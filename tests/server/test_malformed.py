@@ -15,7 +15,7 @@ import pytest
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from hdtool.runtime.integrations.server.app import HEADER_SECONDS, TimedProtocol
+from hdtool.runtime.integrations.server.endpoints import HEADER_SECONDS, TimedProtocol
 from hdtool.runtime.target.load import Loaded
 from tests.server.malformed_bodies import (
     BYTES,

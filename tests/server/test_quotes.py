@@ -20,7 +20,7 @@ from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.integrations.server.messages_api import MessagesRequest
 from hdtool.runtime.integrations.server.openai_formats import usage_of
 from hdtool.runtime.integrations.server.openai_requests import ChatRequest
-from hdtool.runtime.integrations.server.quotes import Quotes, quoted_forms, without_line_numbers
+from hdtool.runtime.integrations.server.quoted_files import Quotes, quoted_forms, without_line_numbers
 from hdtool.runtime.integrations.server.request_preparation import PreparedPrompt, Preparer
 from hdtool.runtime.integrations.server.responses_api import ResponsesRequest
 from hdtool.runtime.stores.store_set import StoreSet
@@ -127,7 +127,7 @@ def test_a_message_is_encoded_once_for_each_owner(loaded: Loaded, monkeypatch: p
         encoded.append(text)
         return encode_text(tokenizer, text, special=special)
 
-    monkeypatch.setattr("hdtool.runtime.integrations.server.quotes.encode_text", encode)
+    monkeypatch.setattr("hdtool.runtime.integrations.server.quoted_files.encode_text", encode)
     quotes = Quotes(loaded.tokenizer, max_characters=3 * len(FILE))
     messages = [{"role": "tool", "content": FILE}]
     first = quotes.tokens(messages, "one", in_json=True)

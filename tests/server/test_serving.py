@@ -23,9 +23,9 @@ from hdtool.data.errors import OptionError
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.serving import ServerConfig
-from hdtool.runtime.integrations.server.app import ApiKeys
-from hdtool.runtime.integrations.server.launch import ServerLaunch, _GracefulServer
+from hdtool.runtime.integrations.server.endpoints import ApiKeys
 from hdtool.runtime.integrations.server.request_log import RequestLog
+from hdtool.runtime.integrations.server.start_server import ServerLaunch, _GracefulServer
 from tests.support.server import RunningServer
 
 CHAT = "/v1/chat/completions"
@@ -39,7 +39,7 @@ from hdtool.data import demo
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.serving import ServerConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.integrations.server.launch import ServerLaunch
+from hdtool.runtime.integrations.server.start_server import ServerLaunch
 
 def found():
     return {f for f in gc.get_objects() if isinstance(f, CPUDispatcher)}

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.sequence import Stats
-from hdtool.runtime.integrations.server.app import _events, _whole
+from hdtool.runtime.integrations.server.endpoints import _events, _whole
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat
 from hdtool.runtime.integrations.server.openai_formats import ChatFormat, Delta, Format, usage_of
 from hdtool.runtime.integrations.server.request_log import LogEntry

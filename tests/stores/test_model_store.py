@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hdtool.builders.stores import build_executor, sequences as counting
+from hdtool.builders.stores import build_executor, frequent_sequences as counting
 from hdtool.builders.stores.build_stores import MAX_DOUBLINGS, _hash_table, build_model_store
-from hdtool.builders.stores.sequences import table_size
+from hdtool.builders.stores.frequent_sequences import table_size
 from hdtool.data.documents import Document, InputFile, token_type
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint

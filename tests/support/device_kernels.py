@@ -18,9 +18,9 @@ import torch
 from transformers import PreTrainedModel
 
 from hdtool.runtime.core import tolerances
-from hdtool.runtime.engines.capture import never
 from hdtool.runtime.engines.captured.fused_pass import fuse
 from hdtool.runtime.engines.captured.static_steps import _Buffers
+from hdtool.runtime.engines.captured_functions import never
 from hdtool.runtime.engines.cuda import mixer_kernels, triton_kernels, triton_mixers, triton_operations
 from hdtool.runtime.model.pass_inputs import StepInput
 from hdtool.runtime.target.target import Target

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hdtool.data.prompts import Grammar, Prompt
-from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.answering.answer_prompts import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter

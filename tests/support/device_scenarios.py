@@ -37,10 +37,10 @@ from hdtool.runtime.drafters.trained.draft_model import DraftModel
 from hdtool.runtime.drafters.trained.draft_passes import READ_CHUNK
 from hdtool.runtime.drafters.trained.path_drafting import path_drafter
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, drafter_of, published_drafter
-from hdtool.runtime.engines import capture
+from hdtool.runtime.engines import captured_functions
 from hdtool.runtime.engines.captured import captured_passes
 from hdtool.runtime.engines.cuda import cuda_graphs
-from hdtool.runtime.engines.cuda.waits import WaitError, waits_refused
+from hdtool.runtime.engines.cuda.refused_waits import WaitError, waits_refused
 from hdtool.runtime.engines.step_interface import StepOutput, StepPass
 from hdtool.runtime.model.pass_inputs import StepTensors
 from hdtool.runtime.stores.store_set import StoreSet
@@ -373,7 +373,7 @@ def short_memory() -> dict[str, Any]:
         usual(capture)
 
     GraphCapture.__enter__ = enter  # type: ignore[method-assign]
-    capture.RETRY_AFTER = 8
+    captured_functions.RETRY_AFTER = 8
     found: dict[str, Any] = {}
     for name, slots, number in (("once", 2, 1), ("for a while", 3, 4), ("no longer", 3, 0)):
         failures, passes = number, captured_of(target)._passes[0]

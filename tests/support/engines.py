@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.engines.capture import never
-from hdtool.runtime.engines.checks import recurrences
+from hdtool.runtime.engines.captured_functions import never
+from hdtool.runtime.engines.proofs import recurrent_tree_proof as recurrences
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.target.load import load

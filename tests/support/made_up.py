@@ -21,8 +21,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, MixtralTopKRouter
 
-from hdtool.runtime.program.mixer_parts import ExpertKind
-from hdtool.runtime.program.model_families import (
+from hdtool.runtime.program.llama_like_families import (
     EXPERT_SETTINGS,
     POST_NORMS,
     PROJECTIONS,
@@ -30,6 +29,7 @@ from hdtool.runtime.program.model_families import (
     Family,
     LayerKind,
 )
+from hdtool.runtime.program.mixer_parts import ExpertKind
 from tests.support.families import SHAPE
 
 PACKAGE = "made_up"

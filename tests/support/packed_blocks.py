@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from hdtool.runtime.engines.cpu.int8_panels import Panels, int8_matmul_of
+from hdtool.runtime.kernels.int8_matmul import Panels, int8_matmul_of
 from hdtool.runtime.kernels.linear_layers import multiply
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, INT4, INT8, BlockFormat
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix

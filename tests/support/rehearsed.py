@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hdtool.runtime.engines.capture import Run
 from hdtool.runtime.engines.captured.captured_passes import CapturedPasses
+from hdtool.runtime.engines.captured_functions import Run
 from hdtool.runtime.target.target import Target
 
 

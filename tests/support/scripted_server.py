@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from hdtool.runtime.config.draft_sources import registered
-from hdtool.runtime.integrations.server.page import chat_page, page_headers
+from hdtool.runtime.integrations.server.chat_page import chat_page, page_headers
 from tests.support.http_server import serving
 
 Row = dict[str, Any]

@@ -27,7 +27,7 @@ from hdtool.data.output_files import OutputFile
 from hdtool.data.progress import count_of
 from hdtool.data.stores.kinds import CORPUS_KIND, MODEL_KIND
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.kernels.machine_name import machine
 
 TEMPLATES = Path(__file__).parent / "templates"
 SOURCE_LABELS = {"none": "the model itself"}

@@ -24,7 +24,7 @@ from numba import types
 
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.acceptance_rates import learn_rate
-from hdtool.runtime.core.random_draws import stream_start, time_of
+from hdtool.runtime.core.keyed_draws import stream_start, time_of
 from hdtool.runtime.core.tree import LARGEST_TREE
 from hdtool.runtime.kernels.compiled import Array, address_of, array_at, caller_of, compiled
 from hdtool.runtime.stores.corpus_index import MAX_SAMPLES, RANGE_ROWS

@@ -16,13 +16,13 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine_interface import Verified
-from hdtool.runtime.core.random_draws import ExponentialRace
+from hdtool.runtime.core.keyed_draws import ExponentialRace
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.hierarchy.candidates import (
     MAX_HASHED_TOKENS,
     CompiledSource,
 )
-from hdtool.runtime.drafters.hierarchy.evidence import (
+from hdtool.runtime.drafters.hierarchy.counting_sources import (
     MODEL_SOURCE,
     PLUGIN_SOURCE,
     TRAINED_SOURCE,
@@ -31,8 +31,7 @@ from hdtool.runtime.drafters.hierarchy.evidence import (
     no_proposal,
     note_proposal,
 )
-from hdtool.runtime.drafters.hierarchy.growth import feed_token, grow_all, restart
-from hdtool.runtime.drafters.hierarchy.matches import (
+from hdtool.runtime.drafters.hierarchy.matching_sources import (
     ANSWERS_LOG,
     CONTEXT_SOURCE,
     HISTORY_SOURCE,
@@ -40,8 +39,14 @@ from hdtool.runtime.drafters.hierarchy.matches import (
     PREDICTION_SOURCE,
     STORED_LOG,
 )
-from hdtool.runtime.drafters.hierarchy.rankings import LAST_SOURCE, RECYCLED_SOURCE, SINGLE_TOKEN_SOURCE, LogitRecords
+from hdtool.runtime.drafters.hierarchy.ranking_sources import (
+    LAST_SOURCE,
+    RECYCLED_SOURCE,
+    SINGLE_TOKEN_SOURCE,
+    LogitRecords,
+)
 from hdtool.runtime.drafters.hierarchy.records import RecordTable
+from hdtool.runtime.drafters.hierarchy.tree_growth import feed_token, grow_all, restart
 from hdtool.runtime.drafters.trained.sequential import TrainedProposer
 from hdtool.runtime.kernels.compiled import HAS_CLOCK, Array, SharedTime, Uncopyable
 from hdtool.runtime.stores.corpus_index import CorpusIndex, no_shards, range_record

@@ -19,7 +19,7 @@ from hdtool.runtime.drafters.hierarchy.candidates import (
     new_weights,
     rows_of_weights,
 )
-from hdtool.runtime.drafters.hierarchy.matches import PREDICTION_SOURCE
+from hdtool.runtime.drafters.hierarchy.matching_sources import PREDICTION_SOURCE
 from hdtool.runtime.kernels.compiled import Array, Uncopyable
 
 

@@ -17,7 +17,7 @@ from hdtool.runtime.drafters.trained.dspark import MARKOV_KINDS, VANILLA, DSpark
 from hdtool.runtime.drafters.trained.module_parts import CastingNorm
 from hdtool.runtime.model.pass_inputs import FULL, SLIDING, AttentionWindow, windows_of
 from hdtool.runtime.program.embedding_and_head import windows_of_layers
-from hdtool.runtime.program.model_families import GELU, AttentionKind, Family, MlpKind
+from hdtool.runtime.program.llama_like_families import GELU, AttentionKind, Family, MlpKind
 from hdtool.runtime.program.model_parts import FIXED_ROTARY, ModelParts, layers_of
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from hdtool.runtime.drafters.trained.draft_passes import DraftPasses
 from hdtool.runtime.drafters.trained.module_parts import CastingNorm, topk_tokens
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
 from hdtool.runtime.model.pass_inputs import FULL, AttentionWindow, CacheRows
-from hdtool.runtime.program.model_families import LLAMA
+from hdtool.runtime.program.llama_like_families import LLAMA
 from hdtool.runtime.program.model_parts import LayerParts, ModelParts
 
 if TYPE_CHECKING:

@@ -10,18 +10,18 @@ import torch
 
 from hdtool.data.errors import error_reason
 from hdtool.data.notes import note
+from hdtool.runtime.caches.accepted_path_moves import move_on_device
 from hdtool.runtime.caches.kv_cache import KVTensors
-from hdtool.runtime.caches.moves import move_on_device
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.caches.transformers_views import IndexedKVCache
 from hdtool.runtime.core.engine_interface import PassOptions
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.engines.backend import Backend, BackendEngine, RunningPass
-from hdtool.runtime.engines.capture import is_out_of_memory, note_uncaptured
 from hdtool.runtime.engines.captured.fused_pass import fuse, triton_operations
 from hdtool.runtime.engines.captured.static_steps import StaticSteps
 from hdtool.runtime.engines.captured.transformers_attention import TreeAttention
-from hdtool.runtime.engines.checks.probes import two_steps
+from hdtool.runtime.engines.captured_functions import is_out_of_memory, note_uncaptured
+from hdtool.runtime.engines.proofs.probes import two_steps
 from hdtool.runtime.engines.reference.program_pass import ProgramPass
 from hdtool.runtime.engines.step_interface import StepOutput, StepPass
 from hdtool.runtime.model.pass_inputs import AttentionMask
@@ -29,8 +29,8 @@ from hdtool.runtime.model.placement import not_on_one_device_reason
 from hdtool.runtime.model.refusals import context_limit, deviation
 
 if TYPE_CHECKING:
-    from hdtool.runtime.engines.capture import Capture
-    from hdtool.runtime.engines.reference.recurrences import StackedStates
+    from hdtool.runtime.engines.captured_functions import Capture
+    from hdtool.runtime.engines.reference.tree_recurrences import StackedStates
     from hdtool.runtime.engines.stock.model_facts import ModelFacts
     from hdtool.runtime.engines.stock.recurrent_layers import RecurrentLayers
     from hdtool.runtime.engines.stock.stock_model import StockModel

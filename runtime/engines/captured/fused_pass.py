@@ -15,7 +15,7 @@ from hdtool.runtime.engines.reference.program_support import program_support
 from hdtool.runtime.model.hidden_states import only_watches
 from hdtool.runtime.model.weight_changes import hooks_of
 from hdtool.runtime.program.embedding_and_head import norms_and_activations_match, windows_of_layers
-from hdtool.runtime.program.model_families import LLAMA
+from hdtool.runtime.program.llama_like_families import LLAMA
 from hdtool.runtime.program.model_parts import ModelParts, fits_cache, model_parts
 
 if TYPE_CHECKING:

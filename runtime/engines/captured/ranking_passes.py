@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from hdtool.runtime.core.engine_interface import Ranked, TopTokens
-from hdtool.runtime.engines.capture import Capture, CapturedRuns
 from hdtool.runtime.engines.captured.device_clock import DeviceClock
 from hdtool.runtime.engines.captured.static_steps import rankings_in
+from hdtool.runtime.engines.captured_functions import Capture, CapturedRuns
 from hdtool.runtime.model.pass_inputs import TransferBuffer
 
 CAPTURED_SIZES = (1, 2, 4, 8, 16)

@@ -15,7 +15,6 @@ from hdtool.runtime.caches.kv_cache import KVTensors
 from hdtool.runtime.caches.transformers_views import SlotKVCache
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import BackendEngine
-from hdtool.runtime.engines.checks.probes import PROOF_CONTEXT, PROOF_TREE, logits_of, some_context
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.engines.cpu.compiled_support import (
     ACTIVATIONS,
@@ -30,6 +29,7 @@ from hdtool.runtime.engines.cpu.mixer_kernel import accept
 from hdtool.runtime.engines.cpu.mixer_table import MixerTable
 from hdtool.runtime.engines.cpu.pass_kernel import compile_passes
 from hdtool.runtime.engines.cpu.weight_table import WeightTable, joined_tables
+from hdtool.runtime.engines.proofs.probes import PROOF_CONTEXT, PROOF_TREE, logits_of, some_context
 from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel, embedded_tokens
 from hdtool.runtime.engines.stock.tree_passes import TreePasses
@@ -46,7 +46,7 @@ from hdtool.runtime.program.embedding_and_head import (
     rotary_of,
     windows_of_layers,
 )
-from hdtool.runtime.program.model_families import LLAMA
+from hdtool.runtime.program.llama_like_families import LLAMA
 from hdtool.runtime.program.model_parts import fits_cache, model_parts
 
 TOLERANCE = 1e-4

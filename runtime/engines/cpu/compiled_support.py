@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch.nn import Embedding, Linear, Module
 
-from hdtool.runtime.engines.cpu.int8_code import PANEL_ROWS
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, stored_of
 from hdtool.runtime.kernels.experts import GATE_UP, CompiledExperts, weight_names
+from hdtool.runtime.kernels.int8_dot_products import PANEL_ROWS
 from hdtool.runtime.kernels.linear_layers import CompiledLinear, is_readable
 from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
@@ -20,8 +20,8 @@ from hdtool.runtime.kernels.row_operations import ACTIVATIONS as COMPILED_ACTIVA
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.model.transformers_internals import empty_model
 from hdtool.runtime.program.hybrid_families import DESCRIBED
+from hdtool.runtime.program.llama_like_families import Family, is_of_package, package_of
 from hdtool.runtime.program.mixer_parts import router_of
-from hdtool.runtime.program.model_families import Family, is_of_package, package_of
 from hdtool.runtime.program.model_parts import EngineSupport, LayerParts, ModelParts, model_parts
 from hdtool.runtime.program.side_block import PROJECTIONS
 

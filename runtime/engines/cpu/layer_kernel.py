@@ -20,8 +20,8 @@ from hdtool.runtime.engines.cpu.attention import (
     query_blocks,
     split_gates,
 )
-from hdtool.runtime.engines.cpu.expert_kernel import ADD_MIXTURE, ADD_SHARED, MIX, call_expert_step
 from hdtool.runtime.engines.cpu.latent_attention import ABSORB, EXPAND, STORE, absorbed_scratch_size, turned_at
+from hdtool.runtime.engines.cpu.layer_experts import ADD_MIXTURE, ADD_SHARED, MIX, call_expert_step
 from hdtool.runtime.engines.cpu.layer_record import (
     LAYER,
     PASS,

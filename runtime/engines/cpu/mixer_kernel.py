@@ -24,7 +24,7 @@ from hdtool.runtime.kernels.thread_pool import PARTS_PER_THREAD, parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
 
 if TYPE_CHECKING:
-    from hdtool.runtime.caches.states import States
+    from hdtool.runtime.caches.recurrent_states import States
     from hdtool.runtime.engines.cpu.mixer_table import MixerTable
 
 WINDOWS, SHIFT, ARRANGE, PREPARE, RECUR, GATE, REPLAY = range(7)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdtool.runtime.caches.states import CONV, RECURRENT, StateName, States
+from hdtool.runtime.caches.recurrent_states import CONV, RECURRENT, StateName, States
 from hdtool.runtime.engines.cpu import layer_record as layers
 from hdtool.runtime.engines.cpu.convolution import window_size
 from hdtool.runtime.engines.cpu.mixer_kernel import mixer_function, sizes_of

@@ -13,7 +13,7 @@ import torch
 from numba import types
 
 from hdtool.runtime.core.tree import LARGEST_TREE, UNDETERMINED, DraftTree, mark_ancestors
-from hdtool.runtime.core.walks import NO_FORCED_TOKENS, walk_argmax
+from hdtool.runtime.core.tree_walks import NO_FORCED_TOKENS, walk_argmax
 from hdtool.runtime.engines.cpu.convolution import fill_origins, origins_at
 from hdtool.runtime.engines.cpu.layer_kernel import compute_layers, layers_scratch_size
 from hdtool.runtime.engines.cpu.layer_record import (

@@ -19,7 +19,7 @@ from torch import get_num_threads, is_autocast_enabled
 
 from hdtool.runtime.core.engine_interface import PassOptions, Verified, Walk
 from hdtool.runtime.core.tree import UNDETERMINED, DraftTree
-from hdtool.runtime.core.walks import NO_FORCED_TOKENS
+from hdtool.runtime.core.tree_walks import NO_FORCED_TOKENS
 from hdtool.runtime.engines.cpu.convolution import ORIGIN
 from hdtool.runtime.engines.cpu.mixer_kernel import PATH_SLOT, KeptRows
 from hdtool.runtime.engines.cpu.pass_kernel import (
@@ -36,8 +36,8 @@ from hdtool.runtime.kernels.topk import folded_size
 
 if TYPE_CHECKING:
     from hdtool.runtime.caches.kv_cache import KVTensors, StaticKVCache
+    from hdtool.runtime.caches.recurrent_states import States
     from hdtool.runtime.caches.slots import Slot
-    from hdtool.runtime.caches.states import States
     from hdtool.runtime.engines.cpu.weight_table import WeightTable
 
 PROMPT_CHUNK = 128

@@ -22,9 +22,8 @@ from hdtool.runtime.engines.cpu.compiled_support import (
     packed_experts,
     scale_of,
 )
-from hdtool.runtime.engines.cpu.expert_kernel import expert_function
-from hdtool.runtime.engines.cpu.int8_panels import Panels
 from hdtool.runtime.engines.cpu.latent_attention import latent_function
+from hdtool.runtime.engines.cpu.layer_experts import expert_function
 from hdtool.runtime.engines.cpu.layer_kernel import step_function
 from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS
 from hdtool.runtime.engines.cpu.mixer_table import MixerTable
@@ -32,6 +31,7 @@ from hdtool.runtime.engines.cpu.side_block import side_function
 from hdtool.runtime.kernels.compact_weight import is_compact, stored_of
 from hdtool.runtime.kernels.compiled import Array, Record, zeroed_records
 from hdtool.runtime.kernels.experts import ROUTER, experts_record, experts_scratch_size
+from hdtool.runtime.kernels.int8_matmul import Panels
 from hdtool.runtime.kernels.linear_layers import format_of
 from hdtool.runtime.kernels.matmul_choice import matmul_of
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix

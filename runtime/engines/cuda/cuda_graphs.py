@@ -6,8 +6,8 @@ import gc
 
 import torch
 
-from hdtool.runtime.engines.capture import Run, is_out_of_memory, note_uncaptured
-from hdtool.runtime.engines.cuda.waits import waits_refused
+from hdtool.runtime.engines.captured_functions import Run, is_out_of_memory, note_uncaptured
+from hdtool.runtime.engines.cuda.refused_waits import waits_refused
 
 WARM_UPS = 1
 """Number of warm-up runs before a capture, since compilation and lazy initialization cannot be captured."""

@@ -10,11 +10,11 @@ import triton
 from hdtool.runtime.engines.cuda import mixer_kernels
 from hdtool.runtime.engines.cuda.triton_kernels import padded
 from hdtool.runtime.engines.reference.mixer_operations import DeltaInputs, MixerOperations
-from hdtool.runtime.engines.reference.recurrences import Updates
+from hdtool.runtime.engines.reference.tree_recurrences import Updates
 from hdtool.runtime.program.mixer_parts import DELTA_ATTENTION, MixerParts
 
 if TYPE_CHECKING:
-    from hdtool.runtime.engines.reference.recurrences import MixerStates
+    from hdtool.runtime.engines.reference.tree_recurrences import MixerStates
 
 CHANNELS = 512
 """Channels that one program of the convolution computes."""

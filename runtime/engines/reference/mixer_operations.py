@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import silu, softplus
 
-from hdtool.runtime.engines.reference.recurrences import MixerStates, convolve, delta_rule, scan
+from hdtool.runtime.engines.reference.tree_recurrences import MixerStates, convolve, delta_rule, scan
 from hdtool.runtime.program.mixer_parts import DELTA_RULE, MixerParts
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hdtool.runtime.engines.reference.mixer_operations import DeltaInputs, MixerOperations
-from hdtool.runtime.engines.reference.recurrences import MixerStates
+from hdtool.runtime.engines.reference.tree_recurrences import MixerStates
 from hdtool.runtime.program.mixer_parts import DELTA_ATTENTION, DELTA_RULE, MAMBA2, SHORT_CONVOLUTION, MixerParts
 
 REFERENCE = MixerOperations()

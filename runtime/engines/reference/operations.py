@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attention
 
-from hdtool.runtime.caches.moves import move_on_device
+from hdtool.runtime.caches.accepted_path_moves import move_on_device
 from hdtool.runtime.engines.reference.mixer_operations import MixerOperations
 from hdtool.runtime.model.pass_inputs import AttentionWindow
 from hdtool.runtime.program.embedding_and_head import ACTIVATIONS, Rotary
-from hdtool.runtime.program.model_families import ROUNDED_FIRST, NormKind
+from hdtool.runtime.program.llama_like_families import ROUNDED_FIRST, NormKind
 
 if TYPE_CHECKING:
     from hdtool.runtime.model.pass_inputs import AttentionMask, AttentionMasks, StepTensors

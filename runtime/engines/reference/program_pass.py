@@ -14,16 +14,16 @@ from torch.nn import Module
 from hdtool.runtime.engines.reference.latent_attention import LatentPlan
 from hdtool.runtime.engines.reference.mixers import mix
 from hdtool.runtime.engines.reference.operations import HeadLayout, HeadNorms, KeysAndValues, Norm, Operations, Residual
-from hdtool.runtime.engines.reference.recurrences import MixerStates, StackedStates
 from hdtool.runtime.engines.reference.tree_indices import TreeIndices
+from hdtool.runtime.engines.reference.tree_recurrences import MixerStates, StackedStates
 from hdtool.runtime.engines.step_interface import StepOutput
 from hdtool.runtime.model.hidden_states import HiddenStates
 from hdtool.runtime.model.transformers_internals import experts_on_device
 from hdtool.runtime.program.added_mixture import MixtureParts
 from hdtool.runtime.program.embedding_and_head import EmbeddingAndHead, InputParts, Rotary, rotary_kinds, rotary_of
 from hdtool.runtime.program.latent_parts import LatentParts
+from hdtool.runtime.program.llama_like_families import Family
 from hdtool.runtime.program.mixer_parts import MixerParts
-from hdtool.runtime.program.model_families import Family
 from hdtool.runtime.program.model_parts import LayerParts, ModelParts
 from hdtool.runtime.program.side_block import GATE_UP, PROJECTIONS, SideBlock
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from hdtool.runtime.caches.recurrent_states import Snapshot
 from hdtool.runtime.caches.replay_slots import ReplayCache, ReplayedCaches
 from hdtool.runtime.caches.slots import Cache, Slot
-from hdtool.runtime.caches.states import Snapshot
 from hdtool.runtime.core.engine_interface import PassOptions, Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import StockBackend

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.caches.kv_cache import LayerShape
-from hdtool.runtime.caches.states import StateShape
+from hdtool.runtime.caches.recurrent_states import StateShape
 
 if TYPE_CHECKING:
     from hdtool.runtime.caches.replay_slots import TensorPath

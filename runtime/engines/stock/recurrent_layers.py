@@ -14,11 +14,11 @@ import torch
 from torch.nn import Module
 from transformers.cache_utils import Cache
 
-from hdtool.runtime.caches.states import CONV, RECURRENT, StateName, States, StateShape, StatesOfTree
+from hdtool.runtime.caches.recurrent_states import CONV, RECURRENT, StateName, States, StateShape, StatesOfTree
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.reference.mixers import mix
-from hdtool.runtime.engines.reference.recurrences import MixerStates, StackedStates
 from hdtool.runtime.engines.reference.tree_indices import TreeIndices
+from hdtool.runtime.engines.reference.tree_recurrences import MixerStates, StackedStates
 from hdtool.runtime.engines.stock.forward_lock import forward_lock
 from hdtool.runtime.engines.stock.undescribed_mixers import (
     Forward,
@@ -30,8 +30,8 @@ from hdtool.runtime.engines.stock.undescribed_mixers import (
     replace_forwards,
 )
 from hdtool.runtime.model.pass_inputs import StepTensors, sent_step
+from hdtool.runtime.program.llama_like_families import package_of
 from hdtool.runtime.program.mixer_parts import SHORT_CONVOLUTION, UNLIMITED, MixerParts, mixer_parts
-from hdtool.runtime.program.model_families import package_of
 from hdtool.runtime.program.model_parts import EngineSupport
 
 ANY: EngineSupport[Module] = EngineSupport(is_linear, lambda weight: True, lambda module: True, divisor=1)

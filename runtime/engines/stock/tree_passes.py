@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from transformers.cache_utils import Cache as LibraryCache
 
+from hdtool.runtime.caches.recurrent_states import States
 from hdtool.runtime.caches.slots import Cache, Slot
-from hdtool.runtime.caches.states import States
 from hdtool.runtime.core.engine_interface import PassOptions, Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import StockBackend

@@ -18,7 +18,7 @@ import torch
 from torch.nn import Module
 from transformers.cache_utils import DynamicCache
 
-from hdtool.runtime.caches.states import StateLayer, StateName, States
+from hdtool.runtime.caches.recurrent_states import StateLayer, StateName, States
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.reference.tree_indices import Rows, parent_rows
 

@@ -15,7 +15,7 @@ from transformers import LogitsProcessor
 from hdtool.data.chat import encode_answer, encode_text, read_conversation
 from hdtool.data.errors import HdtoolError, lone_surrogate
 from hdtool.data.prompts import Grammar, grammar_of, prediction_of, tools_of
-from hdtool.runtime.answer_plan import AnswerPlan, compiler_for, plan_answer
+from hdtool.runtime.answering.answer_plan import AnswerPlan, compiler_for, plan_answer
 from hdtool.runtime.config.decoding import HIERARCHIES, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
@@ -40,7 +40,7 @@ from hdtool.runtime.integrations.server.openai_requests import (
     require_text_answers,
     template_messages,
 )
-from hdtool.runtime.integrations.server.quotes import Quotes
+from hdtool.runtime.integrations.server.quoted_files import Quotes
 from hdtool.runtime.integrations.server.scheduler import AnswerJob
 from hdtool.runtime.integrations.server.tool_calls import THINK_CLOSING, ThinkingReader, ToolCallReader
 from hdtool.runtime.target.load import Loaded

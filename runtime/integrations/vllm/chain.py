@@ -11,9 +11,9 @@ import numpy as np
 
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.drafters.hierarchy.candidates import DRAFTING, work_at
-from hdtool.runtime.drafters.hierarchy.evidence import ranges_at
-from hdtool.runtime.drafters.hierarchy.growth import expand, extend, feed, restart
-from hdtool.runtime.drafters.hierarchy.matches import ANSWERS_LOG, append_to_log, matches_at, table_of
+from hdtool.runtime.drafters.hierarchy.counting_sources import ranges_at
+from hdtool.runtime.drafters.hierarchy.matching_sources import ANSWERS_LOG, append_to_log, matches_at, table_of
+from hdtool.runtime.drafters.hierarchy.tree_growth import expand, extend, feed, restart
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.kernels.compiled import Ints, array_at, compiled
 from hdtool.runtime.stores.corpus_index import MAX_RANGE_ORDER, bounds_of

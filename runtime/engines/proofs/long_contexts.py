@@ -16,7 +16,7 @@ from torch.nn import Module
 from transformers.cache_utils import Cache, DynamicCache
 
 from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape
-from hdtool.runtime.caches.states import has_states
+from hdtool.runtime.caches.recurrent_states import has_states
 from hdtool.runtime.caches.transformers_views import KVView
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.model.pass_inputs import AttentionMask, AttentionMasks, AttentionWindow

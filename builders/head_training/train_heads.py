@@ -15,12 +15,19 @@ import numpy.typing as npt
 import torch
 
 from hdtool.builders.evaluation.recording import TurnReader
-from hdtool.builders.heads.examples import BatchSampler, Example, draft_vocabulary, read_examples
-from hdtool.builders.heads.hidden_states_file import HiddenStatesFile, hidden_states_output
-from hdtool.builders.heads.loss import Batch, FrozenTarget, draft_labels, head_labels, head_logits, label_positions
-from hdtool.builders.heads.processes import Processes, process_group, world_size
-from hdtool.builders.heads.training_curve import curve_file, draw_training
-from hdtool.builders.heads.training_loop import Training, checkpoint_file
+from hdtool.builders.head_training.hidden_states_file import HiddenStatesFile, hidden_states_output
+from hdtool.builders.head_training.loss import (
+    Batch,
+    FrozenTarget,
+    draft_labels,
+    head_labels,
+    head_logits,
+    label_positions,
+)
+from hdtool.builders.head_training.processes import Processes, process_group, world_size
+from hdtool.builders.head_training.training_curve import curve_file, draw_training
+from hdtool.builders.head_training.training_examples import BatchSampler, Example, draft_vocabulary, read_examples
+from hdtool.builders.head_training.training_loop import Training, checkpoint_file
 from hdtool.data.errors import OptionError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.progress import progress_bar, show_bars
@@ -32,7 +39,7 @@ from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, new
 from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS, TOKENS_PER_RANKING, bucket_center, prob_bucket
 from hdtool.runtime.kernels.compiled import Ints
-from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.kernels.machine_name import machine
 from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.model.refusals import context_limit
 from hdtool.runtime.target.load import load_stock

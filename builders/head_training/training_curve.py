@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.builders.evaluation.pictures import png_of
-from hdtool.builders.heads.training_loop import TrainingHistory
+from hdtool.builders.head_training.training_loop import TrainingHistory
 from hdtool.data.errors import HeadsError
 from hdtool.data.file_origins import is_own_png
 from hdtool.data.output_files import OutputFile

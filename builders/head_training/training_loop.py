@@ -12,17 +12,10 @@ from typing import Any
 
 import torch
 
-from hdtool.builders.heads.examples import BatchSampler, Example
-from hdtool.builders.heads.hidden_states_file import HiddenStatesFile
-from hdtool.builders.heads.loss import (
-    Batch,
-    FrozenTarget,
-    HeadsLoss,
-    TargetProbs,
-    autocast,
-    label_positions,
-)
-from hdtool.builders.heads.processes import Processes
+from hdtool.builders.head_training.hidden_states_file import HiddenStatesFile
+from hdtool.builders.head_training.loss import Batch, FrozenTarget, HeadsLoss, TargetProbs, autocast, label_positions
+from hdtool.builders.head_training.processes import Processes
+from hdtool.builders.head_training.training_examples import BatchSampler, Example
 from hdtool.data.errors import HeadsError, OptionError, error_reason
 from hdtool.data.output_files import OutputFile
 from hdtool.runtime.config.building import TrainConfig

@@ -16,7 +16,7 @@ import torch
 
 from hdtool.data.durable_files import MAX_CACHE_AGE, CachedValue
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.checks.probes import some_context
+from hdtool.runtime.engines.proofs.probes import some_context
 from hdtool.runtime.kernels.compile_process import DRAFTER, is_compiling
 from hdtool.runtime.target.target import Target
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import silu
 
-from hdtool.runtime.caches.states import CONV, RECURRENT, StateName, StateNames, States
+from hdtool.runtime.caches.recurrent_states import CONV, RECURRENT, StateName, StateNames, States
 from hdtool.runtime.engines.reference.tree_indices import TreeIndices
 
 

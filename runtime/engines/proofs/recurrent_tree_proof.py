@@ -12,11 +12,11 @@ from transformers.cache_utils import DynamicCache
 
 from hdtool.data.errors import HdtoolError, error_reason
 from hdtool.runtime.caches.kv_cache import layer_shapes
-from hdtool.runtime.caches.states import state_shapes
+from hdtool.runtime.caches.recurrent_states import state_shapes
 from hdtool.runtime.core.tolerances import aggregate_distance, distances, is_low_precision, tolerance_of
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import BackendEngine
-from hdtool.runtime.engines.checks.probes import logits_of, small_tree
+from hdtool.runtime.engines.proofs.probes import logits_of, small_tree
 from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.engines.stock.recurrent_layers import RecurrentLayers, described_mixers
 from hdtool.runtime.engines.stock.stock_model import StockModel

@@ -24,12 +24,12 @@ from hdtool.runtime.config.serving import ServerConfig
 from hdtool.runtime.core.sampler import compile_sampling
 from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compiling
 from hdtool.runtime.generation.generation_settings import refuse_settings
-from hdtool.runtime.integrations.server.app import API_KEY_VARIABLE, ApiKeys, Server, TimedProtocol
 from hdtool.runtime.integrations.server.body_reader import MIB
+from hdtool.runtime.integrations.server.endpoints import API_KEY_VARIABLE, ApiKeys, Server, TimedProtocol
 from hdtool.runtime.integrations.server.request_preparation import Preparer
 from hdtool.runtime.integrations.server.scheduler import Scheduler, Tenants
+from hdtool.runtime.target.cpu_threads import choose_threads
 from hdtool.runtime.target.load import load
-from hdtool.runtime.target.threads import choose_threads
 
 LAST_SECONDS = 5
 """Seconds in which answers that have ended can still send their last events."""

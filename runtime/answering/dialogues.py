@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message, Prompt
+from hdtool.runtime.answering.streamed_answer import Answer
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.core.session import Session
-from hdtool.runtime.streamed_answer import Answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,7 +9,8 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from hdtool.runtime.engines.cpu.int8_code import (
+from hdtool.runtime.kernels.compiled import BYTES, WORD, generated
+from hdtool.runtime.kernels.int8_dot_products import (
     ANY_PROCESSOR,
     DOT_OF_PAIRS,
     DOT_OF_SIGNED,
@@ -29,7 +30,6 @@ from hdtool.runtime.engines.cpu.int8_code import (
     best_dot,
     panel_format,
 )
-from hdtool.runtime.kernels.compiled import BYTES, WORD, generated
 from hdtool.runtime.kernels.matrix_formats import FORMAT_OF_TYPE, TINIEST_SCALE, TINY_SCALES, Tile
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, INDEX, OCTET, SHORT
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hdtool.data.errors import OptionError, ServeError, install_command
-from hdtool.data.processes import isolated_children, isolated_python
+from hdtool.data.isolated_processes import isolated_children, isolated_python
 from hdtool.data.stores.stores_at_home import NO_STORE
 from hdtool.data.stores.tenant import Tenant, has_stores
 from hdtool.runtime.config.decoding import HOME, StoresConfig

@@ -31,6 +31,7 @@ from hdtool.data.input_files import read_text
 from hdtool.runtime.config.serving import ServerConfig
 from hdtool.runtime.integrations.server import messages_api, responses_api
 from hdtool.runtime.integrations.server.body_reader import MIB, UnreadBodies, read_body
+from hdtool.runtime.integrations.server.chat_page import chat_page, page_headers, status_of
 from hdtool.runtime.integrations.server.choice_stream import ChoiceStream
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat, MessagesPrompt, MessagesRequest
 from hdtool.runtime.integrations.server.metrics import Metrics
@@ -52,7 +53,6 @@ from hdtool.runtime.integrations.server.openai_requests import (
     ConvertedRequest,
     GenerationRequest,
 )
-from hdtool.runtime.integrations.server.page import chat_page, page_headers, status_of
 from hdtool.runtime.integrations.server.request_log import ENTRY_KEY, LogEntry, RequestLog
 from hdtool.runtime.integrations.server.request_preparation import PreparedChoice, Preparer
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesPrompt, ResponsesRequest

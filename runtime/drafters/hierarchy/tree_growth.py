@@ -30,9 +30,9 @@ from hdtool.runtime.drafters.hierarchy.candidates import (
     weights_at,
     work_at,
 )
-from hdtool.runtime.drafters.hierarchy.evidence import position_after
-from hdtool.runtime.drafters.hierarchy.matches import matches_at, table_of
-from hdtool.runtime.drafters.hierarchy.rankings import near_at, weigh_agreement
+from hdtool.runtime.drafters.hierarchy.counting_sources import position_after
+from hdtool.runtime.drafters.hierarchy.matching_sources import matches_at, table_of
+from hdtool.runtime.drafters.hierarchy.ranking_sources import near_at, weigh_agreement
 from hdtool.runtime.kernels.best_first import insert_best
 from hdtool.runtime.kernels.compiled import Ints, compiled, lap, start_clock
 from hdtool.runtime.stores.model_store import mix_hash

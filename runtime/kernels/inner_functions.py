@@ -33,7 +33,7 @@ class _Specialization(NamedTuple):
     """Object under which numba's target context finds the code."""
 
 
-class Callee:
+class InnerFunction:
     """Compiles specializations of a dispatcher's function for compiled callers."""
 
     def __init__(self, dispatcher: Any, general: Callable[[Any], Any]) -> None:

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdtool.runtime.engines.cpu.int8_code import PANEL_ROWS, PART, QUAD, PanelFormat, panel_format
-from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, panel_tile, quantize_row
 from hdtool.runtime.kernels.compiled import c_function
+from hdtool.runtime.kernels.int8_dot_products import PANEL_ROWS, PART, QUAD, PanelFormat, panel_format
+from hdtool.runtime.kernels.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, panel_tile, quantize_row
 from hdtool.runtime.kernels.matmul_choice import PREPARE, PREPARED_COLUMNS, TILES, Kernels
 from hdtool.runtime.kernels.matrix_formats import FORMAT_OF_TYPE, BlockFormat, MatrixKind, by_rows, type_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE

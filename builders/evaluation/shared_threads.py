@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hdtool.runtime.engines.checks.probes import some_context
+from hdtool.runtime.engines.proofs.probes import some_context
+from hdtool.runtime.target.cpu_threads import NODES, choose_threads, cpu_quota, fastest_threads, mean_seconds
 from hdtool.runtime.target.target import Target
-from hdtool.runtime.target.threads import NODES, choose_threads, cpu_quota, fastest_threads, mean_seconds
 
 
 def choose_shared_threads(target: Target, peer: PreTrainedModel | None, wanted: int | None = None) -> int:

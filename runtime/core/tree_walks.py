@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hdtool.runtime.core.random_draws import (
+from hdtool.runtime.core.keyed_draws import (
     ALL_TOKENS,
     NOT_FINITE,
     UNDECIDED,

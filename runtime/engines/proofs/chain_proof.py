@@ -14,8 +14,8 @@ from hdtool.runtime.caches.replay_slots import Replaced, TensorPath
 from hdtool.runtime.core.tolerances import aggregate_distance, distances, is_low_precision, tolerance_of
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import BackendEngine
-from hdtool.runtime.engines.checks.long_context import sizes_of
-from hdtool.runtime.engines.checks.probes import some_context
+from hdtool.runtime.engines.proofs.long_contexts import sizes_of
+from hdtool.runtime.engines.proofs.probes import some_context
 from hdtool.runtime.engines.stock.chain_passes import ChainPasses
 from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from hdtool.builders.heads.examples import Example
+from hdtool.builders.head_training.training_examples import Example
 from hdtool.data.errors import ModelError
 from hdtool.runtime.drafters.heads.modules import Heads
 from hdtool.runtime.model.hidden_states import hidden_in, module_of_hidden

@@ -27,7 +27,7 @@ from hdtool.runtime.drafters.hierarchy.candidates import (
     total_probability,
     work_at,
 )
-from hdtool.runtime.drafters.hierarchy.evidence import (
+from hdtool.runtime.drafters.hierarchy.counting_sources import (
     MAX_PLUGIN_POSITIONS,
     MAX_PREDICTED_TOKENS,
     MILLION,

@@ -11,14 +11,8 @@ from typing import Any
 
 import torch
 
-from hdtool.builders.heads.examples import Example
-from hdtool.builders.heads.loss import (
-    Batch,
-    FrozenTarget,
-    TargetOutput,
-    autocast,
-    takes_bfloat16,
-)
+from hdtool.builders.head_training.loss import Batch, FrozenTarget, TargetOutput, autocast, takes_bfloat16
+from hdtool.builders.head_training.training_examples import Example
 from hdtool.data.errors import HeadsError
 from hdtool.data.file_origins import safetensors_metadata
 from hdtool.data.output_files import OutputFile

@@ -10,13 +10,13 @@ from transformers.cache_utils import DynamicCache
 
 from hdtool.data.errors import FamilyError, HdtoolError, error_reason
 from hdtool.runtime.caches.kv_cache import layer_shapes
-from hdtool.runtime.caches.states import has_states
+from hdtool.runtime.caches.recurrent_states import has_states
 from hdtool.runtime.core.tolerances import is_low_precision
 from hdtool.runtime.engines.backend import BackendEngine
-from hdtool.runtime.engines.checks.chains import prove_chains
-from hdtool.runtime.engines.checks.long_context import LARGEST_LENGTH, long_contexts
-from hdtool.runtime.engines.checks.probes import logits_of, small_tree
-from hdtool.runtime.engines.checks.recurrences import prove_recurrent_trees
+from hdtool.runtime.engines.proofs.chain_proof import prove_chains
+from hdtool.runtime.engines.proofs.long_contexts import LARGEST_LENGTH, long_contexts
+from hdtool.runtime.engines.proofs.probes import logits_of, small_tree
+from hdtool.runtime.engines.proofs.recurrent_tree_proof import prove_recurrent_trees
 from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel
 from hdtool.runtime.engines.stock.tree_passes import TreePasses
