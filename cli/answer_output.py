@@ -12,7 +12,7 @@ from hdtool.cli.terminal import without_control_characters
 from hdtool.data.notes import tell
 from hdtool.runtime.answering.streamed_answer import Answer
 from hdtool.runtime.config.draft_sources import SourceId, registered
-from hdtool.runtime.core.sequence import Finish, Stats
+from hdtool.runtime.core.step import Finish, Stats
 from hdtool.runtime.kernels.linear_layers import has_compiled_layers
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target

@@ -21,7 +21,7 @@ from hdtool.data.prompts import Message, Prompt
 from hdtool.data.row_readers import RowError
 from hdtool.runtime.answering.answer_prompts import Answerer
 from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.core.sequence import Finish, Stats
+from hdtool.runtime.core.step import Finish, Stats
 
 ReadMessage = Callable[[], str]
 """Function that returns the next message and raises EOFError at the end of the input."""

@@ -16,7 +16,7 @@ from hdtool.cli.terminal import wrap_text
 
 if TYPE_CHECKING:
     from hdtool.data.prompts import Prompt
-    from hdtool.runtime.generation.text_stream import TextPiece
+    from hdtool.runtime.generation.stop_strings import TextPiece
 
 MAX_COLUMNS = 110
 INDENT = "  "

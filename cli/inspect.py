@@ -124,7 +124,7 @@ def _lookups(
 def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) -> list[dict[str, Any]]:
     """Return the ``MAX_SHOWN`` most frequent prefixes that begin with ``text``'s tokens, with their continuations."""
     from hdtool.runtime.stores.inspect_store import MAX_SHOWN
-    from hdtool.runtime.stores.model_store import ModelRecord
+    from hdtool.runtime.stores.model_store_lmdb import ModelRecord
 
     require_store(manifest, folder, MODEL_KIND)
     tokenizer = _tokenizer(folder, manifest, config)

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
     from hdtool.runtime.config.draft_sources import Source, register
     from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-    from hdtool.runtime.core.sequence import Request, Stats
+    from hdtool.runtime.core.request import Request
     from hdtool.runtime.core.session import decode, decode_batch
+    from hdtool.runtime.core.step import Stats
     from hdtool.runtime.drafters.drafter_factory import drafter_for
     from hdtool.runtime.integrations.hf_generate import Generator
     from hdtool.runtime.stores.store_set import StoreSet, open_store
@@ -58,10 +59,10 @@ _PLACES = {
     "Grammar": "hdtool.data.prompts",
     "HdtoolError": "hdtool.data.errors",
     "ModelConfig": "hdtool.runtime.config.model",
-    "Request": "hdtool.runtime.core.sequence",
+    "Request": "hdtool.runtime.core.sequence_state",
     "SamplingConfig": "hdtool.runtime.config.model",
     "Source": "hdtool.runtime.config.draft_sources",
-    "Stats": "hdtool.runtime.core.sequence",
+    "Stats": "hdtool.runtime.core.sequence_state",
     "StoreSet": "hdtool.runtime.stores.store_set",
     "StoresConfig": "hdtool.runtime.config.decoding",
     "Verifier": "hdtool.builders.evaluation.verify",

@@ -20,7 +20,8 @@ from hdtool.runtime.answering.dialogues import Dialogue
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
-from hdtool.runtime.generation.text_stream import TextPiece, text_of
+from hdtool.runtime.generation.stop_strings import TextPiece
+from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 

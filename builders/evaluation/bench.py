@@ -17,7 +17,8 @@ from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.answering.answer_plan import compiler_for
 from hdtool.runtime.config.measuring import COLD, WARM
-from hdtool.runtime.core.sequence import Finish, room_for
+from hdtool.runtime.core.request import room_for
+from hdtool.runtime.core.step import Finish
 from hdtool.runtime.generation.grammar import GrammarCompiler, Guide
 from hdtool.runtime.target.load import Loaded
 

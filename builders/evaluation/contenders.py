@@ -19,7 +19,8 @@ from hdtool.runtime.answering.answer_plan import generate_options, plan_answer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.sequence import Finish, room_for
+from hdtool.runtime.core.request import room_for
+from hdtool.runtime.core.step import Finish
 from hdtool.runtime.drafters.drafter_factory import DrafterMaker
 from hdtool.runtime.generation.generation_settings import refuse_settings
 from hdtool.runtime.generation.grammar import Guide, masks_of

@@ -17,7 +17,7 @@ from hdtool.data.errors import ModelError, error_reason
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.runtime.config.measuring import LLAMA_CPP, OTHER_FILE
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.core.sequence import room_for
+from hdtool.runtime.core.request import room_for
 from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.kernels.vector_code import has_feature
 from hdtool.runtime.target.load import Loaded

@@ -18,8 +18,9 @@ from hdtool.data.notes import note
 from hdtool.runtime.config.measuring import WARM
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.sampler import Sampler, Shortcuts
-from hdtool.runtime.core.sequence import Finish, Request
+from hdtool.runtime.core.step import Finish
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.target.target import Target
 

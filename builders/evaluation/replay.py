@@ -28,8 +28,8 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.session import decode
+from hdtool.runtime.core.step import Step
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.kernels.compiled import Ints

@@ -17,8 +17,8 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.generation.grammar import Guide
-from hdtool.runtime.model.placement import HIGHER_PRECISION, logits_after, logits_step_by_step, more_precise
 from hdtool.runtime.model.quantization import quantized_layers
+from hdtool.runtime.model.reference_logits import HIGHER_PRECISION, logits_after, logits_step_by_step, more_precise
 from hdtool.runtime.target.load import Loaded
 
 

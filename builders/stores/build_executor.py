@@ -20,7 +20,7 @@ from hdtool.data.isolated_processes import isolated_children
 from hdtool.data.progress import progress_bar
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.stores.model_store import PHRASE_TOKENS, NgramGroup
+from hdtool.runtime.stores.model_store_lmdb import PHRASE_TOKENS, NgramGroup
 from hdtool.runtime.stores.suffix_search import PREFIX_EVERY, PREFIX_TOKENS, ShardExtent
 
 if TYPE_CHECKING:

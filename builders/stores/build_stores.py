@@ -34,16 +34,18 @@ from hdtool.runtime.stores.model_store import (
     KEY_TOTAL,
     KEY_WIDTH,
     MAX_PROBES,
+    VOCABULARY_RANKING_TOKENS,
+    sequence_hash,
+    slot_of,
+    split_hash,
+)
+from hdtool.runtime.stores.model_store_lmdb import (
     NGRAM_KINDS,
     PHRASE_KIND,
     PHRASE_TOKENS,
     RECORD_PART,
-    VOCABULARY_RANKING_TOKENS,
     ModelRecord,
     NgramGroup,
-    sequence_hash,
-    slot_of,
-    split_hash,
     writing,
 )
 from hdtool.runtime.stores.suffix_search import ShardExtent, sampled_prefixes_in

@@ -41,7 +41,8 @@ from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.history_metadata import StoredConversation
 from hdtool.runtime.stores.history_store import HistoryStore
 from hdtool.runtime.stores.mapped_files import documents_of
-from hdtool.runtime.stores.model_store import ModelRecord, rankings_in
+from hdtool.runtime.stores.model_store import rankings_in
+from hdtool.runtime.stores.model_store_lmdb import ModelRecord
 
 MAX_MODELS_SHOWN = 3
 

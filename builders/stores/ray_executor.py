@@ -43,7 +43,7 @@ from hdtool.data.isolated_processes import isolated_children
 from hdtool.data.progress import progress_bar
 from hdtool.data.stores.store_folder import file_checksum
 from hdtool.data.texts_and_traces import Portion, RecordReader
-from hdtool.runtime.stores.model_store import NgramGroup
+from hdtool.runtime.stores.model_store_lmdb import NgramGroup
 from hdtool.runtime.stores.suffix_search import ShardExtent
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.prefix_cache import PrefixCache
-from hdtool.runtime.core.sequence import Observer, Request, room_for
+from hdtool.runtime.core.request import Observer, Request, room_for
 from hdtool.runtime.core.session import Session
 from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.drafter_factory import compile_ahead, drafters_for

@@ -10,7 +10,7 @@ from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.answering.streamed_answer import Answer
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.sequence import Request
+from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.session import Session
 
 if TYPE_CHECKING:

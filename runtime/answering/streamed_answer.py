@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hdtool.data.prompts import Prompt
-from hdtool.runtime.core.sequence import Finish, Request, Stats, Step
-from hdtool.runtime.generation.text_stream import TextPiece, TextStream, before_stop, cut_at_stop, pieces_of, text_of
+from hdtool.runtime.core.request import Request
+from hdtool.runtime.core.step import Finish, Stats, Step
+from hdtool.runtime.generation.stop_strings import TextPiece, before_stop, cut_at_stop
+from hdtool.runtime.generation.text_stream import TextStream, pieces_of, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

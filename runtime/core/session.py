@@ -14,8 +14,10 @@ from hdtool.runtime.core.cache_interface import AnyCache
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.engine_interface import Engine, Verified, WaitForResults
 from hdtool.runtime.core.prefix_cache import PrefixCache, PromptReader, is_worth_keeping
+from hdtool.runtime.core.request import Key, Request
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Key, Request, SequenceState, Step, draft_trees
+from hdtool.runtime.core.sequence_state import SequenceState, draft_trees
+from hdtool.runtime.core.step import Step
 from hdtool.runtime.core.tree import DraftTree
 
 RESERVED_POSITIONS = 512

@@ -28,15 +28,15 @@ from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.keyed_draws import NOT_FINITE
 from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.sampler import Criterion, Sampler, Shortcuts, seed_of
-from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.core.session import Session
+from hdtool.runtime.core.step import Finish, Stats, Step
 from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.drafter_factory import drafters_for
 from hdtool.runtime.engines.stock.stock_model import embedded_tokens
 from hdtool.runtime.generation.grammar import GrammarCompiler, GrammarProcessor, Guide
 from hdtool.runtime.integrations.generate_request import GenerateRequest, Rollouts, UnsupportedCallError, predictions_of
 from hdtool.runtime.kernels.compile_process import DRAFTER, start_compiling
-from hdtool.runtime.model.placement import device_of
+from hdtool.runtime.model.devices import device_of
 from hdtool.runtime.model.refusals import refuse_by_configuration
 from hdtool.runtime.model.transformers_internals import (
     argument_of_generate,

@@ -34,7 +34,7 @@ from hdtool.runtime.config.settings_base import Settings
 
 if TYPE_CHECKING:
     from hdtool.runtime.answering.answer_prompts import Answerer
-    from hdtool.runtime.core.sequence import Stats
+    from hdtool.runtime.core.step import Stats
 
 PREFIX = "hdtool/"
 """Beginning of the names of hdtool's models."""

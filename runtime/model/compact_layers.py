@@ -27,7 +27,7 @@ from hdtool.runtime.kernels.compact_weight import (
     narrowed,
 )
 from hdtool.runtime.kernels.compiled import return_free_memory
-from hdtool.runtime.kernels.experts import WEIGHTS, arrange_experts, fits_compiled_experts, matrices_of
+from hdtool.runtime.kernels.expert_layers import WEIGHTS, arrange_experts, fits_compiled_experts, matrices_of
 from hdtool.runtime.kernels.gemm_tiles import MAX_TILE_ROWS, TILE_OUT_FEATURES
 from hdtool.runtime.kernels.linear_layers import MATRIX_KINDS, compiled_linear, fits_compiled_matmul
 from hdtool.runtime.kernels.matmul_choice import MAX_REGISTER_ROWS

@@ -19,7 +19,8 @@ from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.corpus_index import MAX_RANGE_ORDER, CorpusIndex, CorpusSearch
 from hdtool.runtime.stores.history_metadata import StoredConversation
 from hdtool.runtime.stores.history_store import HistoryStore
-from hdtool.runtime.stores.model_store import MAX_PREFIX_TOKENS, ModelRecord, ModelStore, look_up
+from hdtool.runtime.stores.model_store import ModelStore, look_up
+from hdtool.runtime.stores.model_store_lmdb import MAX_PREFIX_TOKENS, ModelRecord
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS, matches
 
 MAX_SHOWN = 20

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hdtool.runtime.core.tolerances import distances
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.model.placement import use_planless_attention
+from hdtool.runtime.model.devices import use_planless_attention
 from hdtool.runtime.target.target import Target, by_device
 from tests.benchmarks.gpu_step import name_of
 from tests.benchmarks.laboratory import parser_of

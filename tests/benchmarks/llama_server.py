@@ -18,7 +18,8 @@ import torch
 
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.errors import ModelError
-from hdtool.runtime.core.sequence import Finish, room_for
+from hdtool.runtime.core.request import room_for
+from hdtool.runtime.core.step import Finish
 from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.target.load import Loaded

@@ -15,7 +15,7 @@ from hdtool.builders.evaluation.contenders import PassCounter
 from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.errors import ModelError, error_reason
-from hdtool.runtime.core.sequence import room_for
+from hdtool.runtime.core.request import room_for
 from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.target.load import Loaded
 

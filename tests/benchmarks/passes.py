@@ -34,7 +34,7 @@ from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import INT8, ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.proofs.probes import some_context
-from hdtool.runtime.kernels.experts import compile_experts
+from hdtool.runtime.kernels.expert_layers import compile_experts
 from hdtool.runtime.kernels.linear_layers import compile_linear_layers
 from hdtool.runtime.kernels.machine_name import machine
 from hdtool.runtime.model.compact_layers import compact_weights

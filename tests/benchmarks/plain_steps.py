@@ -18,8 +18,8 @@ import numpy as np
 from hdtool.data import demo
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.core.session import decode
+from hdtool.runtime.core.step import Stats
 from hdtool.runtime.core.tree import ROOT
 from hdtool.runtime.engines.cpu import tree_pass
 from hdtool.runtime.target.load import load

@@ -1,4 +1,4 @@
-"""Fits the initial recency gains in `runtime/drafters/hierarchy/candidates.py`.
+"""Fits the initial recency gains in `runtime/drafters/hierarchy/token_probabilities.py`.
 
     python -m tests.benchmarks.recency traces.jsonl --model MODEL --model-db FOLDER --corpus-db FOLDER
 
@@ -16,8 +16,9 @@ import torch
 
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.drafters.hierarchy.candidates import DRAFTING, RECENCY, prob_class
+from hdtool.runtime.drafters.hierarchy.compiled_source import DRAFTING
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
+from hdtool.runtime.drafters.hierarchy.token_probabilities import RECENCY, prob_class
 from hdtool.runtime.drafters.hierarchy.tree_growth import MIN_CONTRIBUTION, MIN_LEFT, expand, feed
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.laboratory import Table, parser_of_recordings, read_recordings

@@ -24,7 +24,7 @@ from hdtool.data.prompts import Grammar
 from hdtool.runtime.answering.answer_plan import compiler_for, plan_answer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
-from hdtool.runtime.core.sequence import Finish
+from hdtool.runtime.core.step import Finish
 from hdtool.runtime.kernels.machine_name import machine
 from hdtool.runtime.target.load import Loaded, load
 from tests.benchmarks.laboratory import Outcome, Table, method_contender, parser_of, ratio_of, stores_of

@@ -13,9 +13,9 @@ from hdtool.cli.terminal import COLOR_CODE
 from hdtool.data import demo
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.core.sequence import Stats, Step
+from hdtool.runtime.core.step import Stats, Step
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.generation.text_stream import TextPiece
+from hdtool.runtime.generation.stop_strings import TextPiece
 
 PIECES: list[TextPiece] = [
     (text, SourceId.CONTEXT if number % 3 else SourceId.NONE)

@@ -12,9 +12,10 @@ from hdtool.data.errors import PromptError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft, WrappedDrafter
+from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Request, Step
 from hdtool.runtime.core.session import PIECES, RESERVED_POSITIONS, Session, decode_batch
+from hdtool.runtime.core.step import Step
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.engines.captured_functions import CaptureMaker, never

@@ -36,9 +36,10 @@ from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.accept import accept
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.engine_interface import Verified
+from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Finish, Request
 from hdtool.runtime.core.session import decode_request
+from hdtool.runtime.core.step import Finish
 from hdtool.runtime.core.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.engines.cpu import tree_pass

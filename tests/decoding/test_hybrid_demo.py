@@ -20,8 +20,8 @@ from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.prefix_cache import MIN_TAIL_PROMPT, TAIL_TOKENS, PrefixCache, PromptReader
-from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.session import decode
+from hdtool.runtime.core.step import Step
 from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.stores.corpus_index import CorpusIndex

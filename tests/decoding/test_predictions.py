@@ -25,9 +25,10 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Request, Stats, Step
 from hdtool.runtime.core.session import decode_batch
+from hdtool.runtime.core.step import Stats, Step
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.target.load import load_tokenizer

@@ -18,9 +18,10 @@ from hdtool.runtime.core import prefix_cache
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.prefix_cache import MIN_CACHED_PREFIX, PrefixCache, PromptReader, common_prefix_length
+from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Request, Step
 from hdtool.runtime.core.session import Session, decode
+from hdtool.runtime.core.step import Step
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.engines.captured_functions import CaptureMaker, Run, never
 from hdtool.runtime.integrations.hf_generate import Generator

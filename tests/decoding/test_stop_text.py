@@ -15,7 +15,7 @@ from hdtool.runtime.answering.answer_prompts import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.generation.text_stream import before_stop, cut_at_stop
+from hdtool.runtime.generation.stop_strings import before_stop, cut_at_stop
 
 TEXTS = st.text("ab\n", max_size=12)
 QUESTIONS = ("def read(path):", "What is a list in Python?", "import os")

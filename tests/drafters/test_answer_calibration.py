@@ -12,7 +12,7 @@ from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.drafters.hierarchy.candidates import WORKSPACE
+from hdtool.runtime.drafters.hierarchy.compiled_source import WORKSPACE
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree_growth import (
     EXPECTED_HITS,

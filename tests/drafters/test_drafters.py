@@ -14,7 +14,7 @@ from hdtool.runtime.config.decoding import PaperConfig
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.sequence import Finish
+from hdtool.runtime.core.step import Finish
 from hdtool.runtime.core.tree import LARGEST_TREE
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.published.hd_paper import PaperDrafter, lookahead_decoding

@@ -13,8 +13,8 @@ from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
+from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.drafters.drafter_factory import drafters_for
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy

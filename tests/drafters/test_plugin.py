@@ -28,7 +28,7 @@ from hdtool.runtime.config.draft_sources import (
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
-from hdtool.runtime.core.sequence import Stats
+from hdtool.runtime.core.step import Stats
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.drafters.hierarchy.counting_sources import MAX_PLUGIN_POSITIONS
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy

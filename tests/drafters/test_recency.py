@@ -11,8 +11,8 @@ from hdtool.builders.stores.build_stores import build_model_store
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.drafters.hierarchy.candidates import DISTANCE_CLASSES, distance_class
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
+from hdtool.runtime.drafters.hierarchy.token_probabilities import DISTANCE_CLASSES, distance_class
 from hdtool.runtime.stores.model_store import ModelStore
 
 NEW, OLD, LAST = 5, 6, 9

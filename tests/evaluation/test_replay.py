@@ -34,8 +34,8 @@ from hdtool.runtime.config.decoding import METHODS, NEED_LOGITS, TAKE_HISTORY, D
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Finish, Step
 from hdtool.runtime.core.session import decode
+from hdtool.runtime.core.step import Finish, Step
 from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.stores.history_store import History

@@ -27,7 +27,7 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode, decode_request
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.model.placement import logits_after, more_precise
+from hdtool.runtime.model.reference_logits import logits_after, more_precise
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
@@ -122,7 +122,7 @@ def credulous(
 def test_an_acceptance_that_takes_wrong_tokens_is_found(
     small: Loaded, sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hdtool.runtime.core.sequence.accept", credulous)
+    monkeypatch.setattr("hdtool.runtime.core.sequence_state.accept", credulous)
     check, (explanation,) = verified(small, sampling)
     difference = explanation.difference
     assert not check.equals(Oracle.PLAIN)

@@ -16,8 +16,8 @@ from hdtool.data.errors import FamilyError
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.session import Session, decode
+from hdtool.runtime.core.step import Step
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.captured_functions import CaptureMaker, never
 from hdtool.runtime.integrations import hf_generate

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hdtool.runtime.budget.measure_passes import _saved_file
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.compact_weight import is_compact
-from hdtool.runtime.kernels.experts import arrange_experts
+from hdtool.runtime.kernels.expert_layers import arrange_experts
 from hdtool.runtime.kernels.linear_layers import CompiledLinear, compile_linear_layers, compiled_linear, share_weights
 from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.compact_layers import (
@@ -26,7 +26,7 @@ from hdtool.runtime.model.compact_layers import (
     has_compact_weights,
 )
 from hdtool.runtime.model.model_fingerprint import fingerprint
-from hdtool.runtime.model.placement import logits_after, more_precise
+from hdtool.runtime.model.reference_logits import logits_after, more_precise
 from hdtool.runtime.target.load import load, load_settings
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.weights.stored_model import stored_model

@@ -19,7 +19,7 @@ from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.linear_layers import has_compiled_layers
 from hdtool.runtime.kernels.vector_code import LANES
-from hdtool.runtime.model.placement import more_precise
+from hdtool.runtime.model.reference_logits import more_precise
 from hdtool.runtime.model.transformers_internals import cache_argument
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target

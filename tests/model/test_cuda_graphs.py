@@ -17,7 +17,7 @@ from hdtool.runtime.engines.captured import static_steps
 from hdtool.runtime.engines.captured_functions import Run
 from hdtool.runtime.engines.cuda import cuda_graphs
 from hdtool.runtime.engines.cuda.cuda_graphs import WARM_UPS, CudaGraphs
-from hdtool.runtime.model.placement import use_planless_attention
+from hdtool.runtime.model.devices import use_planless_attention
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of, answers_of, request
 from tests.support.families import model_of

@@ -18,7 +18,7 @@ from hdtool.data.errors import ModelError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.sequence import Request
+from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.engines.captured_functions import CaptureMaker, never

@@ -23,7 +23,7 @@ from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.model_fingerprint import fingerprint
-from hdtool.runtime.model.placement import logits_after, more_precise
+from hdtool.runtime.model.reference_logits import logits_after, more_precise
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.weights import gguf_formats, stored_model, weight_store

@@ -16,7 +16,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.caches.kv_cache import MIN_EXTENT, KVTensors, LayerShape, extent_for
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import PassOptions, Verified
-from hdtool.runtime.core.sequence import Finish
+from hdtool.runtime.core.step import Finish
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.engines.captured.static_steps import RECORDED, RECORDED_ROWS, STEP_SIZES, StaticSteps

@@ -10,7 +10,7 @@ import pytest
 
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.sequence import Finish
+from hdtool.runtime.core.step import Finish
 from hdtool.runtime.generation.text_stream import REPLACEMENT, token_text
 from hdtool.runtime.integrations.server.choice_stream import ChoiceStream
 from hdtool.runtime.integrations.server.metrics import Metrics

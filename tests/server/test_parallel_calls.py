@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.core.sequence import Stats
+from hdtool.runtime.core.step import Stats
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat
 from hdtool.runtime.integrations.server.openai_formats import ChatFormat, Delta, Format, usage_of
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest

@@ -13,8 +13,8 @@ from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.core.session import decode
+from hdtool.runtime.core.step import Stats
 from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.integrations.server.messages_api import MessagesRequest

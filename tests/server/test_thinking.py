@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from hdtool.data.chat import encode_text
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.core.sequence import Finish, Stats, Step
+from hdtool.runtime.core.step import Finish, Stats, Step
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.generation.text_stream import TextStream
 from hdtool.runtime.integrations.server.answer_sections import Sections

@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.core.sequence import Stats
+from hdtool.runtime.core.step import Stats
 from hdtool.runtime.integrations.server.endpoints import _events, _whole
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat
 from hdtool.runtime.integrations.server.openai_formats import ChatFormat, Delta, Format, usage_of

@@ -27,11 +27,8 @@ from hdtool.runtime.stores.mapped_files import LEAF_PAGE, PAGE_HEADER_BYTES
 from hdtool.runtime.stores.model_store import (
     KEY_TOTAL,
     KEY_WIDTH,
-    MAX_PREFIX_TOKENS,
     MAX_PROBES,
     MODEL_RECORD,
-    PHRASE_TOKENS,
-    ModelRecord,
     ModelStore,
     find_key,
     lookup_hash,
@@ -39,6 +36,7 @@ from hdtool.runtime.stores.model_store import (
     slot_of,
     split_hash,
 )
+from hdtool.runtime.stores.model_store_lmdb import MAX_PREFIX_TOKENS, PHRASE_TOKENS, ModelRecord
 from tests.support.stores import build
 
 Documents = list[list[int]]

@@ -30,7 +30,8 @@ from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.stores import inspect_store as runtime_stores, suffix_search as suffixes
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.inspect_store import continuations, latency_of
-from hdtool.runtime.stores.model_store import ModelRecord, ModelStore
+from hdtool.runtime.stores.model_store import ModelStore
+from hdtool.runtime.stores.model_store_lmdb import ModelRecord
 from hdtool.runtime.stores.store_set import store_of
 
 VOCABULARY = 20

@@ -28,8 +28,8 @@ from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
+from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
-from hdtool.runtime.kernels.experts import compile_experts
+from hdtool.runtime.kernels.expert_layers import compile_experts
 from hdtool.runtime.kernels.linear_layers import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.target.target import Target

@@ -18,10 +18,7 @@ from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.keyed_draws import ExponentialRace
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
-from hdtool.runtime.drafters.hierarchy.candidates import (
-    MAX_HASHED_TOKENS,
-    CompiledSource,
-)
+from hdtool.runtime.drafters.hierarchy.compiled_source import MAX_HASHED_TOKENS, CompiledSource
 from hdtool.runtime.drafters.hierarchy.counting_sources import (
     MODEL_SOURCE,
     PLUGIN_SOURCE,
@@ -45,7 +42,7 @@ from hdtool.runtime.drafters.hierarchy.ranking_sources import (
     SINGLE_TOKEN_SOURCE,
     LogitRecords,
 )
-from hdtool.runtime.drafters.hierarchy.records import RecordTable
+from hdtool.runtime.drafters.hierarchy.record_table import RecordTable
 from hdtool.runtime.drafters.hierarchy.tree_growth import feed_token, grow_all, restart
 from hdtool.runtime.drafters.trained.sequential import TrainedProposer
 from hdtool.runtime.kernels.compiled import HAS_CLOCK, Array, SharedTime, Uncopyable

@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 
 from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.drafters.hierarchy.candidates import (
-    MANY_TOKENS,
+from hdtool.runtime.drafters.hierarchy.compiled_source import (
     MAX_HASHED_TOKENS,
     CompiledSource,
     Prior,
-    contribute,
-    evidence_bucket,
     record_at,
     work_at,
 )
+from hdtool.runtime.drafters.hierarchy.token_probabilities import MANY_TOKENS, contribute, evidence_bucket
 from hdtool.runtime.kernels.compiled import Array, Ints, array_at, compiled
 from hdtool.runtime.stores.corpus_index import RANGE_ROWS
 from hdtool.runtime.stores.live_tables import (

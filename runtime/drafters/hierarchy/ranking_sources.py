@@ -15,18 +15,7 @@ import torch
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
-from hdtool.runtime.drafters.hierarchy.candidates import (
-    NEAR_AT,
-    CompiledSource,
-    Prior,
-    candidate_index,
-    contribute,
-    record_at,
-    rescale,
-    share_bucket,
-    total_probability,
-    work_at,
-)
+from hdtool.runtime.drafters.hierarchy.compiled_source import NEAR_AT, CompiledSource, Prior, record_at, work_at
 from hdtool.runtime.drafters.hierarchy.counting_sources import (
     MAX_PLUGIN_POSITIONS,
     MAX_PREDICTED_TOKENS,
@@ -36,6 +25,13 @@ from hdtool.runtime.drafters.hierarchy.counting_sources import (
     advance_record,
     prediction_records,
     prediction_source,
+)
+from hdtool.runtime.drafters.hierarchy.token_probabilities import (
+    candidate_index,
+    contribute,
+    rescale,
+    share_bucket,
+    total_probability,
 )
 from hdtool.runtime.kernels.compiled import Array, Uncopyable, compiled
 from hdtool.runtime.kernels.topk import NO_LOGIT, topk

@@ -17,22 +17,19 @@ import numpy as np
 
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.acceptance_rates import learn_rate
-from hdtool.runtime.drafters.hierarchy.candidates import (
+from hdtool.runtime.drafters.hierarchy.compiled_source import (
     DRAFTING,
     RESTART,
     call_find,
     call_weigh,
-    learn,
     move_all,
     table_at,
-    weigh_draws,
-    weigh_recency,
-    weights_at,
     work_at,
 )
 from hdtool.runtime.drafters.hierarchy.counting_sources import position_after
 from hdtool.runtime.drafters.hierarchy.matching_sources import matches_at, table_of
 from hdtool.runtime.drafters.hierarchy.ranking_sources import near_at, weigh_agreement
+from hdtool.runtime.drafters.hierarchy.token_probabilities import learn, weigh_draws, weigh_recency, weights_at
 from hdtool.runtime.kernels.best_first import insert_best
 from hdtool.runtime.kernels.compiled import Ints, compiled, lap, start_clock
 from hdtool.runtime.stores.model_store import mix_hash

@@ -24,8 +24,8 @@ from hdtool.runtime.engines.captured_functions import is_out_of_memory, note_unc
 from hdtool.runtime.engines.proofs.probes import two_steps
 from hdtool.runtime.engines.reference.program_pass import ProgramPass
 from hdtool.runtime.engines.step_interface import StepOutput, StepPass
+from hdtool.runtime.model.devices import not_on_one_device_reason
 from hdtool.runtime.model.pass_inputs import AttentionMask
-from hdtool.runtime.model.placement import not_on_one_device_reason
 from hdtool.runtime.model.refusals import context_limit, deviation
 
 if TYPE_CHECKING:

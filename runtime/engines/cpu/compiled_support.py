@@ -11,7 +11,7 @@ import torch
 from torch.nn import Embedding, Linear, Module
 
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, stored_of
-from hdtool.runtime.kernels.experts import GATE_UP, CompiledExperts, weight_names
+from hdtool.runtime.kernels.expert_layers import GATE_UP, CompiledExperts, weight_names
 from hdtool.runtime.kernels.int8_dot_products import PANEL_ROWS
 from hdtool.runtime.kernels.linear_layers import CompiledLinear, is_readable
 from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE

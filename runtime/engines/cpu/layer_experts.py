@@ -12,7 +12,7 @@ from numba import types
 
 from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS, multiply
 from hdtool.runtime.kernels.compiled import Record, array_at, c_function, caller_of, compiled, copy_floats, struct_at
-from hdtool.runtime.kernels.experts import mix_experts, route
+from hdtool.runtime.kernels.mixture_of_experts import mix_experts, route
 from hdtool.runtime.kernels.row_operations import add_in_place, norm_rows, scale_in_place
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 

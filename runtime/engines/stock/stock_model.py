@@ -11,9 +11,9 @@ import torch
 from transformers.cache_utils import Cache as LibraryCache
 
 from hdtool.runtime.core.engine_interface import PassLog
+from hdtool.runtime.model.devices import device_of
 from hdtool.runtime.model.hidden_states import HiddenStates
 from hdtool.runtime.model.pass_inputs import AttentionMask, AttentionMasks, windows_of
-from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.quantization import RowByRow
 from hdtool.runtime.model.transformers_internals import cache_name, last_logits_of_all_rows, last_logits_only, takes
 

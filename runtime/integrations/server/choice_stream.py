@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 from hdtool.data.errors import HdtoolError
-from hdtool.runtime.core.sequence import Finish, Stats, Step
+from hdtool.runtime.core.step import Finish, Stats, Step
 from hdtool.runtime.integrations.server.metrics import Metrics
 from hdtool.runtime.integrations.server.openai_formats import (
     LENGTH,

@@ -7,7 +7,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from hdtool.runtime.core.sequence import Step
+from hdtool.runtime.core.step import Step
 from hdtool.runtime.integrations.server.scheduler import Scheduler
 
 LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hdtool.data.errors import HdtoolError
-from hdtool.runtime.core.sequence import Stats
+from hdtool.runtime.core.step import Stats
 from hdtool.runtime.generation.text_stream import bytes_of, token_text
 from hdtool.runtime.integrations.server.tool_calls import ToolCall
 

@@ -19,8 +19,9 @@ from hdtool.runtime.answering.answer_plan import AnswerPlan, compiler_for, plan_
 from hdtool.runtime.config.decoding import HIERARCHIES, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.request import Request, room_for
 from hdtool.runtime.core.sampler import seed_of
-from hdtool.runtime.core.sequence import Request, Step, room_for
+from hdtool.runtime.core.step import Step
 from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.generation.text_stream import TextStream, text_of
 from hdtool.runtime.integrations.server.call_grammar import arguments_schema

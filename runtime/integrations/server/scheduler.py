@@ -19,8 +19,9 @@ from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.core.cache_interface import AnyCache
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.prefix_cache import PrefixCache, common_prefix_length
-from hdtool.runtime.core.sequence import Request, Step
+from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.session import Session
+from hdtool.runtime.core.step import Step
 from hdtool.runtime.drafters.drafter_factory import DrafterMaker
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded

@@ -10,7 +10,7 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hdtool.runtime.generation.text_stream import partial_stop_length
+from hdtool.runtime.generation.stop_strings import partial_stop_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

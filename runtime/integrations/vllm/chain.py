@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.drafters.hierarchy.candidates import DRAFTING, work_at
+from hdtool.runtime.drafters.hierarchy.compiled_source import DRAFTING, work_at
 from hdtool.runtime.drafters.hierarchy.counting_sources import ranges_at
 from hdtool.runtime.drafters.hierarchy.matching_sources import ANSWERS_LOG, append_to_log, matches_at, table_of
 from hdtool.runtime.drafters.hierarchy.tree_growth import expand, extend, feed, restart

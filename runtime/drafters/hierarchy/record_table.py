@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.drafters.hierarchy.candidates import (
+from hdtool.runtime.drafters.hierarchy.compiled_source import (
     ADDRESSES,
     MAX_SOURCE_ROWS,
     NEAR_AT,
@@ -16,10 +16,9 @@ from hdtool.runtime.drafters.hierarchy.candidates import (
     WORK_AT,
     WORKSPACE,
     CompiledSource,
-    new_weights,
-    rows_of_weights,
 )
 from hdtool.runtime.drafters.hierarchy.matching_sources import PREDICTION_SOURCE
+from hdtool.runtime.drafters.hierarchy.token_probabilities import new_weights, rows_of_weights
 from hdtool.runtime.kernels.compiled import Array, Uncopyable
 
 
