@@ -19,20 +19,20 @@ NUMBER = SourceId.LOOKAHEAD.value
 COUNTER = np.dtype([("emitted", np.int64), ("restarts", np.int64), ("token", np.int64, 1), ("count", np.int64, 1)])
 
 
-def find(at: int, node: int) -> int:
+def find(records_at: int, node: int) -> int:
     """The next number follows every number."""
-    counter, work = record_at(at, NUMBER, COUNTER), work_at(at)
+    counter, work = record_at(records_at, NUMBER, COUNTER), work_at(records_at)
     counter.token[0] = work.tails[node, MAX_MATCH_TOKENS - 1] + 1
     return 2
 
 
-def weigh(at: int, node: int, order: int, first: int, left: float) -> float:
-    counter = record_at(at, NUMBER, COUNTER)
-    return contribute(at, NUMBER, first, counter.token, counter.count, 1, 0, left)
+def weigh(records_at: int, node: int, order: int, first: int, left: float) -> float:
+    counter = record_at(records_at, NUMBER, COUNTER)
+    return contribute(records_at, NUMBER, first, counter.token, counter.count, 1, 0, left)
 
 
-def move(at: int, token: int, emitted: int) -> None:
-    counter = record_at(at, NUMBER, COUNTER)
+def move(records_at: int, token: int, emitted: int) -> None:
+    counter = record_at(records_at, NUMBER, COUNTER)
     counter.emitted += emitted
     counter.restarts += token == RESTART
 

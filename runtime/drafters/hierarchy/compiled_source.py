@@ -122,12 +122,13 @@ class CompiledSource(NamedTuple):
     """Lowest n-gram order of the source."""
     prior: Prior
     find: Callable[[int, int], int]
-    """``find(at, node)``: begin with a node, and return the highest order that may have evidence, or -1 if none."""
+    """``find(records_at, node)``: begin with a node, and return the highest order that may have evidence, else -1."""
     weigh: Callable[[int, int, int, int, float], float]
-    """``weigh(at, node, order, first, left)``: add the evidence for an order to the candidates, out of the remaining
-    probability ``left``, and return the probability that remains. ``first`` is the source's first row of weights."""
+    """``weigh(records_at, node, order, first, left)``: add the evidence for an order to the candidates, out of the
+    remaining probability ``left``, and return the probability that remains. ``first`` is the source's first row of
+    weights."""
     move: Callable[[int, int, int], None] | None = None
-    """``move(at, token, emitted)``: update the source's records when the root advances by a token.
+    """``move(records_at, token, emitted)``: update the source's records when the root advances by a token.
 
     ``token`` is ``RESTART`` if another conversation begins; ``emitted`` is 0 in a prompt, else 1.
     """
@@ -142,33 +143,33 @@ call_find, call_weigh, call_move = caller_of(FIND), caller_of(WEIGH), caller_of(
 
 
 @compiled
-def record_array_at(at: int, number: int, count: int, kind: Any) -> Array:
+def record_array_at(records_at: int, number: int, count: int, kind: Any) -> Array:
     """Return the ``count`` records that start at the address stored at index ``number`` of the address array.
 
     The index is the number of a source, or a constant such as ``WORK_AT``.
     """
-    return array_at(array_at(at, ADDRESSES, np.int64)[number], count, kind)
+    return array_at(array_at(records_at, ADDRESSES, np.int64)[number], count, kind)
 
 
 @compiled
-def record_at(at: int, number: int, kind: Any) -> Any:
-    return record_array_at(at, number, 1, kind)[0]
+def record_at(records_at: int, number: int, kind: Any) -> Any:
+    return record_array_at(records_at, number, 1, kind)[0]
 
 
 @compiled
-def work_at(at: int) -> Any:
-    return record_at(at, WORK_AT, WORKSPACE)
+def work_at(records_at: int) -> Any:
+    return record_at(records_at, WORK_AT, WORKSPACE)
 
 
 @compiled
-def table_at(at: int) -> Array:
-    return record_array_at(at, TABLE_AT, MAX_SOURCE_ROWS, SOURCE_ROW)
+def table_at(records_at: int) -> Array:
+    return record_array_at(records_at, TABLE_AT, MAX_SOURCE_ROWS, SOURCE_ROW)
 
 
 @compiled
-def move_all(at: int, token: int, emitted: int) -> None:
+def move_all(records_at: int, token: int, emitted: int) -> None:
     """Call the ``move`` functions of all sources when the root advances by a token."""
-    table = table_at(at)
-    for row in range(work_at(at).rows):
+    table = table_at(records_at)
+    for row in range(work_at(records_at).rows):
         if table[row].move:
-            call_move(table[row].move, (at, token, emitted))
+            call_move(table[row].move, (records_at, token, emitted))

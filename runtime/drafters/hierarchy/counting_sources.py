@@ -66,30 +66,30 @@ PREDICTION_RECORD = np.dtype(
 """Tokens that a plug-in, the last logits or neighboring rankings predict for the positions after the root."""
 
 
-def _find_in_model(at: int, node: int) -> int:
+def _find_in_model(records_at: int, node: int) -> int:
     """Return the maximum number of preceding tokens to look up in the model store.
 
     This is one token more than the longest match of the parent, or ``MAX_PREFIX_TOKENS`` if that match is unknown: at
     the root, or if the parent's estimate ended before a match was found.
     """
-    work = work_at(at)
+    work = work_at(records_at)
     deepest, parent = MAX_PREFIX_TOKENS, work.parents[node]
     if node > 0 and (work.known[parent] > 0 or not work.cut[parent]):
         deepest = min(MAX_PREFIX_TOKENS, work.known[parent] + 1)
     work.known[node] = 0
-    prefetch_entries(record_at(at, MODEL_NUMBER, MODEL_RECORD), work.suffix_hashes, deepest)
+    prefetch_entries(record_at(records_at, MODEL_NUMBER, MODEL_RECORD), work.suffix_hashes, deepest)
     return deepest
 
 
-def _weigh_model(at: int, node: int, order: int, first: int, left: float) -> float:
-    work, model = work_at(at), record_at(at, MODEL_NUMBER, MODEL_RECORD)
+def _weigh_model(records_at: int, node: int, order: int, first: int, left: float) -> float:
+    work, model = work_at(records_at), record_at(records_at, MODEL_NUMBER, MODEL_RECORD)
     start, stop, total, distinct = lookup_hash(model, work.suffix_hashes[order])
     if total == 0:
         return left
     work.known[node] = max(work.known[node], order)
     rows = rows_of(model)[start:stop]
     bucket = evidence_bucket(total, spread_of(total, distinct))
-    return contribute(at, MODEL_NUMBER, first + order - 1, rows[:, 0], rows[:, 1], total, bucket, left)
+    return contribute(records_at, MODEL_NUMBER, first + order - 1, rows[:, 0], rows[:, 1], total, bucket, left)
 
 
 MODEL_SOURCE = CompiledSource(
@@ -102,15 +102,15 @@ def corpus_source(dtype: str) -> CompiledSource:
     """Return the source that reads a corpus index with tokens of this dtype."""
     token = getattr(np, dtype)
 
-    def find(at: int, node: int) -> int:
+    def find(records_at: int, node: int) -> int:
         if node > 0:
-            ranges_at(at).lowest[node] = MAX_RANGE_ORDER + 1
+            ranges_at(records_at).lowest[node] = MAX_RANGE_ORDER + 1
         return MAX_RANGE_ORDER
 
-    def weigh(at: int, node: int, order: int, first: int, left: float) -> float:
-        if left < CORPUS_SEARCH_FACTOR * work_at(at).min_left:
+    def weigh(records_at: int, node: int, order: int, first: int, left: float) -> float:
+        if left < CORPUS_SEARCH_FACTOR * work_at(records_at).min_left:
             return left
-        work, ranges = work_at(at), ranges_at(at)
+        work, ranges = work_at(records_at), ranges_at(records_at)
         corpus = array_at(ranges.shards[0, 0], ranges.shards[0, 1], token)
         if node > 0:
             ranges.lowest[node] = order
@@ -128,10 +128,10 @@ def corpus_source(dtype: str) -> CompiledSource:
             return left
         tokens, counts = work.corpus_evidence[:distinct], work.corpus_counts[:distinct]
         read, bucket = ranges.read[node, order], evidence_bucket(num_matches, spread_of(num_matches, distinct))
-        return contribute(at, CORPUS_NUMBER, first + order - 1, tokens, counts, read, bucket, left)
+        return contribute(records_at, CORPUS_NUMBER, first + order - 1, tokens, counts, read, bucket, left)
 
-    def move(at: int, follower: int, emitted: int) -> None:
-        ranges = ranges_at(at)
+    def move(records_at: int, follower: int, emitted: int) -> None:
+        ranges = ranges_at(records_at)
         if follower == RESTART:
             bounds_of(ranges)[0] = 0
             ranges.read[0] = 0
@@ -139,14 +139,14 @@ def corpus_source(dtype: str) -> CompiledSource:
         corpus = array_at(ranges.shards[0, 0], ranges.shards[0, 1], token)
         # Narrow in place, from the longest range on: each follows from the next shorter range of the previous root.
         for order in range(MAX_RANGE_ORDER, 0, -1):
-            narrow(corpus, ranges, work_at(at).tails[0], 0, 0, order)
+            narrow(corpus, ranges, work_at(records_at).tails[0], 0, 0, order)
 
     return CompiledSource(SourceId.CORPUS, 1, Prior(MAX_RANGE_ORDER, 0.9, 0.75, 0.35, 0.12), find, weigh, move)
 
 
 @compiled
-def ranges_at(at: int) -> Any:
-    return record_at(at, CORPUS_NUMBER, RANGES)
+def ranges_at(records_at: int) -> Any:
+    return record_at(records_at, CORPUS_NUMBER, RANGES)
 
 
 def prediction_records(sources: Sequence[SourceId]) -> Array:
@@ -234,24 +234,24 @@ def prediction_source(name: SourceId, order: int, prior: Prior, records: int = 1
     """
     number = name.value
 
-    def find(at: int, node: int) -> int:
+    def find(records_at: int, node: int) -> int:
         return order
 
-    def weigh(at: int, node: int, _: int, first: int, left: float) -> float:
-        work = work_at(at)
+    def weigh(records_at: int, node: int, _: int, first: int, left: float) -> float:
+        work = work_at(records_at)
         for slot in range(records):
-            record = record_array_at(at, number, records, PREDICTION_RECORD)[slot]
+            record = record_array_at(records_at, number, records, PREDICTION_RECORD)[slot]
             position = _position_on_chain(record, work.tails[node], work.depths[node])
             if position >= 0:
                 tokens, shares = record.tokens[position], record.shares[position]
                 row, bucket = first + (slot if records > 1 else position), share_bucket(shares[0], MILLION)
-                left = contribute(at, record.source, row, tokens, shares, MILLION, bucket, left)
+                left = contribute(records_at, record.source, row, tokens, shares, MILLION, bucket, left)
                 lap(work, record.source)
         return left
 
-    def move(at: int, token: int, emitted: int) -> None:
+    def move(records_at: int, token: int, emitted: int) -> None:
         for slot in range(records):
-            advance_record(record_array_at(at, number, records, PREDICTION_RECORD)[slot], token)
+            advance_record(record_array_at(records_at, number, records, PREDICTION_RECORD)[slot], token)
 
     return CompiledSource(name, order, prior, find, weigh, move)
 
@@ -296,8 +296,8 @@ def note_proposal(record: Any, source: SourceId, proposal: Proposal) -> None:
 
 
 @compiled
-def _proposed_at(at: int) -> Any:
-    return record_at(at, TRAINED_NUMBER, PROPOSAL_RECORD)
+def _proposed_at(records_at: int) -> Any:
+    return record_at(records_at, TRAINED_NUMBER, PROPOSAL_RECORD)
 
 
 @compiled
@@ -311,8 +311,8 @@ def ranking_after(record: Any, ranking: int, token: int) -> int:
     return int(record.after_others[ranking])
 
 
-def _find_proposed(at: int, node: int) -> int:
-    work, record = work_at(at), _proposed_at(at)
+def _find_proposed(records_at: int, node: int) -> int:
+    work, record = work_at(records_at), _proposed_at(records_at)
     if node == 0:
         record.of_node[0] = record.root
     else:
@@ -320,18 +320,18 @@ def _find_proposed(at: int, node: int) -> int:
     return BEFORE_ORDER if record.of_node[node] != NO_RANKING_AFTER else -1
 
 
-def _weigh_proposed(at: int, node: int, _: int, first: int, left: float) -> float:
-    work, record = work_at(at), _proposed_at(at)
+def _weigh_proposed(records_at: int, node: int, _: int, first: int, left: float) -> float:
+    work, record = work_at(records_at), _proposed_at(records_at)
     ranking = record.of_node[node]
     tokens, shares = record.tokens[ranking], record.shares[ranking]
     row, bucket = first + min(record.depths[ranking], TRAINED_WEIGHT_ROWS - 1), share_bucket(shares[0], MILLION)
-    left = contribute(at, record.source, row, tokens, shares, MILLION, bucket, left)
+    left = contribute(records_at, record.source, row, tokens, shares, MILLION, bucket, left)
     lap(work, record.source)
     return left
 
 
-def _move_proposed(at: int, token: int, emitted: int) -> None:
-    record = _proposed_at(at)
+def _move_proposed(records_at: int, token: int, emitted: int) -> None:
+    record = _proposed_at(records_at)
     record.root = NO_RANKING_AFTER if token == RESTART else ranking_after(record, record.root, token)
 
 

@@ -94,9 +94,9 @@ def order_of_match(length: int) -> int:
 
 
 @compiled
-def matches_at(at: int, source: int) -> Any:
+def matches_at(records_at: int, source: int) -> Any:
     """Return the match record of a source."""
-    return record_at(at, source, MATCH_RECORD)
+    return record_at(records_at, source, MATCH_RECORD)
 
 
 @compiled
@@ -104,17 +104,17 @@ def table_of(matches: Any) -> Any:
     return array_at(matches.log[ANSWERS_LOG], 1, CONTEXT_TABLE)[0]
 
 
-def _find_in_context(at: int, node: int) -> int:
-    work, matches = work_at(at), matches_at(at, CONTEXT_NUMBER)
+def _find_in_context(records_at: int, node: int) -> int:
+    work, matches = work_at(records_at), matches_at(records_at, CONTEXT_NUMBER)
     find_matches(table_of(matches), matches, node, work.parents[node], work.tails[node], work.suffix_hashes)
     return max(matches.highest, MAX_SHORT_ORDER)  # type: ignore[no-any-return]
 
 
-def _weigh_context(at: int, node: int, order: int, first: int, left: float) -> float:
-    work, matches = work_at(at), matches_at(at, CONTEXT_NUMBER)
+def _weigh_context(records_at: int, node: int, order: int, first: int, left: float) -> float:
+    work, matches = work_at(records_at), matches_at(records_at, CONTEXT_NUMBER)
     if order == min(MAX_SHORT_ORDER, matches.shortest[node] - 1):
         add_short_matches(table_of(matches), matches, node, work.tails[node], work.suffix_hashes)
-    return _weigh(at, CONTEXT_NUMBER, matches, order, first, left)
+    return _weigh(records_at, CONTEXT_NUMBER, matches, order, first, left)
 
 
 @compiled
@@ -144,30 +144,30 @@ def add_short_matches(table: Any, matches: Any, node: int, tail: Array, suffix_h
     _add_followers(matches, 0, num_longer, node, table.ring, MAX_SHORT_ORDER)
 
 
-def _add_to_context(at: int, token: int, emitted: int) -> None:
+def _add_to_context(records_at: int, token: int, emitted: int) -> None:
     if emitted:
-        add(table_of(matches_at(at, CONTEXT_NUMBER)), token)
+        add(table_of(matches_at(records_at, CONTEXT_NUMBER)), token)
 
 
 def _log_source(name: SourceId, prior: Prior) -> CompiledSource:
     """Return a source that finds matches in token logs."""
     number = name.value
 
-    def find(at: int, node: int) -> int:
-        work, matches = work_at(at), matches_at(at, number)
+    def find(records_at: int, node: int) -> int:
+        work, matches = work_at(records_at), matches_at(records_at, number)
         _begin(matches, node)
         for log in range(NUM_LOGS):
             if matches.log[log]:
                 _find_in_log(work, matches, log, node)
         return matches.highest  # type: ignore[no-any-return]
 
-    def weigh(at: int, node: int, order: int, first: int, left: float) -> float:
-        matches = matches_at(at, number)
-        return _weigh(at, number, matches, order, first, left)
+    def weigh(records_at: int, node: int, order: int, first: int, left: float) -> float:
+        matches = matches_at(records_at, number)
+        return _weigh(records_at, number, matches, order, first, left)
 
-    def move(at: int, token: int, emitted: int) -> None:
+    def move(records_at: int, token: int, emitted: int) -> None:
         if emitted:
-            append_to_log(matches_at(at, number), token)
+            append_to_log(matches_at(records_at, number), token)
 
     return CompiledSource(name, CHAIN_KEY_TOKENS, prior, find, weigh, move)
 
@@ -208,11 +208,11 @@ def _find_in_log(work: Any, matches: Any, log: int, node: int) -> None:
 def _inherit(matches: Any, log: int, node: int, parent: int, token: Any, tokens: Ints, end: Any) -> None:
     """Copy the parent's matches that continue with the node's token, each extended by this token."""
     count, mask = 0, len(tokens) - 1
-    for at in range(matches.count[log, parent]):
-        position = matches.positions[log, parent, at]
+    for index in range(matches.count[log, parent]):
+        position = matches.positions[log, parent, index]
         if tokens[position & mask] == token and position + 1 < end:
             matches.positions[log, node, count] = position + 1
-            matches.lengths[log, node, count] = min(matches.lengths[log, parent, at] + 1, MAX_MATCH_TOKENS)
+            matches.lengths[log, node, count] = min(matches.lengths[log, parent, index] + 1, MAX_MATCH_TOKENS)
             count += 1
     matches.count[log, node] = count
 
@@ -255,10 +255,10 @@ def _look_up(
 def _add_followers(matches: Any, log: int, first: int, node: int, tokens: Ints, max_order: int) -> None:
     """Add the token after each match from index ``first`` on; cap its n-gram order at ``max_order``."""
     mask = len(tokens) - 1
-    for at in range(first, matches.count[log, node]):
-        token = tokens[matches.positions[log, node, at] & mask]
+    for index in range(first, matches.count[log, node]):
+        token = tokens[matches.positions[log, node, index] & mask]
         if token >= 0 and matches.followers < MAX_ROOT_MATCHES:
-            order = min(max_order, order_of_match(matches.lengths[log, node, at]))
+            order = min(max_order, order_of_match(matches.lengths[log, node, index]))
             matches.tokens[matches.followers], matches.orders[matches.followers] = token, order
             matches.followers += 1
             matches.of_order[order] += 1
@@ -266,7 +266,7 @@ def _add_followers(matches: Any, log: int, first: int, node: int, tokens: Ints, 
 
 
 @compiled
-def _weigh(at: int, source: int, matches: Any, order: int, first: int, left: float) -> float:
+def _weigh(records_at: int, source: int, matches: Any, order: int, first: int, left: float) -> float:
     """Add to the candidates the tokens after matches of at least this order; return the probability that is left."""
     for follower in range(matches.followers if matches.of_order[order] > 0 else 0):
         if matches.orders[follower] == order:
@@ -283,7 +283,7 @@ def _weigh(at: int, source: int, matches: Any, order: int, first: int, left: flo
     tokens, counts = matches.different[: matches.distinct], matches.counts[: matches.distinct]
     # Unlike in stores, matches that all continue alike are not more reliable, so their spread is not considered.
     bucket = evidence_bucket(matches.total, MANY_TOKENS)
-    return contribute(at, source, first + order - 1, tokens, counts, matches.total, bucket, left)
+    return contribute(records_at, source, first + order - 1, tokens, counts, matches.total, bucket, left)
 
 
 _OWN_TEXT_PRIOR = Prior(MATCH_ORDERS, many=0.25)

@@ -122,39 +122,41 @@ LAST_SOURCE = prediction_source(SourceId.LAST, 0, Prior(1, 0.7))
 
 
 @compiled
-def _recycled_at(at: int) -> Any:
-    return record_at(at, RECYCLED_NUMBER, RECYCLED_TABLE)
+def _recycled_at(records_at: int) -> Any:
+    return record_at(records_at, RECYCLED_NUMBER, RECYCLED_TABLE)
 
 
-def _find_recycled(at: int, node: int) -> int:
-    work, table = work_at(at), _recycled_at(at)
+def _find_recycled(records_at: int, node: int) -> int:
+    work, table = work_at(records_at), _recycled_at(records_at)
     if table.max_key_tokens > 0:
         prefetch_rankings(table, work.tails[node, MAX_MATCH_TOKENS - 1], work.suffix_hashes)
     return table.max_key_tokens if table.max_key_tokens > 1 else -1
 
 
-def _find_single(at: int, node: int) -> int:
-    return 1 if _recycled_at(at).max_key_tokens == 1 else -1
+def _find_single(records_at: int, node: int) -> int:
+    return 1 if _recycled_at(records_at).max_key_tokens == 1 else -1
 
 
-def _weigh_recycled(at: int, node: int, order: int, first: int, left: float) -> float:
+def _weigh_recycled(records_at: int, node: int, order: int, first: int, left: float) -> float:
     """Add the target's latest ranking after the node's last ``order`` tokens; return the probability that is left."""
-    work, table = work_at(at), _recycled_at(at)
+    work, table = work_at(records_at), _recycled_at(records_at)
     row = kept_row(table, work.tails[node, MAX_MATCH_TOKENS - 1], work.suffix_hashes[order], order)
     if row < 0:
         return left
     kept = rankings_of(table)[row]
     bucket = share_bucket(kept.shares[0], SHARE_UNIT)
-    return contribute(at, RECYCLED_NUMBER, first + order - 1, kept.tokens, kept.shares, SHARE_UNIT, bucket, left)
+    return contribute(
+        records_at, RECYCLED_NUMBER, first + order - 1, kept.tokens, kept.shares, SHARE_UNIT, bucket, left
+    )
 
 
 @compiled
-def near_at(at: int) -> Any:
-    return record_at(at, NEAR_AT, PREDICTION_RECORD)
+def near_at(records_at: int) -> Any:
+    return record_at(records_at, NEAR_AT, PREDICTION_RECORD)
 
 
-def _move_recycled(at: int, token: int, emitted: int) -> None:
-    advance_record(near_at(at), token)
+def _move_recycled(records_at: int, token: int, emitted: int) -> None:
+    advance_record(near_at(records_at), token)
 
 
 RECYCLED_SOURCE = CompiledSource(
@@ -183,22 +185,22 @@ def note_neighbors(near: Any, depths: Array, probs: Array, tokens: Array, scores
             sums[position] += probs[node]
             near.count = max(near.count, position + 1)
             for rank in range(len(chances)):
-                at = _rank_of(near.tokens[position], tokens[node, rank])
-                if at < MAX_NEIGHBOR_TOKENS and chances[rank] > 0:
-                    near.tokens[position, at] = tokens[node, rank]
-                    shares[position, at] += chances[rank]
+                index = _rank_of(near.tokens[position], tokens[node, rank])
+                if index < MAX_NEIGHBOR_TOKENS and chances[rank] > 0:
+                    near.tokens[position, index] = tokens[node, rank]
+                    shares[position, index] += chances[rank]
     for position in range(near.count):
-        for at in range(MAX_NEIGHBOR_TOKENS if sums[position] > 0 else 0):
-            near.shares[position, at] = int(MILLION * (shares[position, at] / sums[position]))
+        for index in range(MAX_NEIGHBOR_TOKENS if sums[position] > 0 else 0):
+            near.shares[position, index] = int(MILLION * (shares[position, index] / sums[position]))
 
 
 @compiled
 def _rank_of(named: Array, token: int) -> int:
     """Return the index of a token in the padded list ``named`` or, if absent, the list's length without padding."""
-    at = 0
-    while at < MAX_NEIGHBOR_TOKENS and named[at] != token and named[at] != NO_CHAIN_TOKEN:
-        at += 1
-    return at
+    index = 0
+    while index < MAX_NEIGHBOR_TOKENS and named[index] != token and named[index] != NO_CHAIN_TOKEN:
+        index += 1
+    return index
 
 
 @compiled
@@ -206,9 +208,9 @@ def weigh_agreement(work: Any, near: Any, position: int) -> None:
     """Raise the probabilities of candidates in the neighboring ranking at ``position``; preserve the total."""
     before = total_probability(work)
     for rank in range(_rank_of(near.tokens[position], NO_CHAIN_TOKEN)):
-        at, kind = candidate_index(work, near.tokens[position, rank]), 0
+        index, kind = candidate_index(work, near.tokens[position, rank]), 0
         while kind < len(AGREEMENT) - 1 and near.shares[position, rank] << (kind + 1) <= MILLION:
             kind += 1
-        if at >= 0:
-            work.chances[at] *= AGREEMENT[kind]
+        if index >= 0:
+            work.chances[index] *= AGREEMENT[kind]
     rescale(work, before)

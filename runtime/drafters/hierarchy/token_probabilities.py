@@ -97,8 +97,8 @@ def new_weights(sources: Sequence[CompiledSource]) -> Array:
 
 
 @compiled
-def weights_at(at: int) -> Any:
-    return record_at(at, WEIGHTS_AT, WEIGHTS)
+def weights_at(records_at: int) -> Any:
+    return record_at(records_at, WEIGHTS_AT, WEIGHTS)
 
 
 @compiled
@@ -157,15 +157,15 @@ MIN_RACE_TIME = 1e-12
 
 @compiled
 def contribute(
-    at: int, source: int, row: int, tokens: Array, counts: Array, read: int, bucket: int, left: float
+    records_at: int, source: int, row: int, tokens: Array, counts: Array, read: int, bucket: int, left: float
 ) -> float:
     """Add an order's evidence to the candidates; return the probability that is left to lower orders.
 
     ``row`` and ``bucket`` select the weight; ``tokens`` occurred ``counts`` times among ``read`` observations. If the
     estimate serves to learn from an emitted token, the token's share is recorded, and no candidate changes.
     """
-    work = work_at(at)
-    weight = weights_at(at).weight[row, bucket]
+    work = work_at(records_at)
+    weight = weights_at(records_at).weight[row, bucket]
     if work.truth == DRAFTING:
         unit, floor = left * weight / read, work.floor
         # No count exceeds ``read``, so an order whose whole part is below the floor adds nothing.
@@ -190,15 +190,15 @@ def add_probability(work: Any, source: int, token: Any, part: float) -> None:
     """Add ``part`` to the probability of a token; a token that is not a candidate yet becomes one if there is room."""
     slot = _slot_of(work, token)
     if _is_taken(work, slot):
-        at = work.slots[slot] & (MAX_CANDIDATES - 1)
-        work.chances[at] += part
-        work.parts[at, source] += part
+        index = work.slots[slot] & (MAX_CANDIDATES - 1)
+        work.chances[index] += part
+        work.parts[index, source] += part
     elif work.size < MAX_CANDIDATES:
-        at = work.size
-        work.slots[slot] = work.round * MAX_CANDIDATES + at
-        work.candidates[at], work.chances[at] = token, part
-        work.parts[at, :] = 0.0
-        work.parts[at, source] = part
+        index = work.size
+        work.slots[slot] = work.round * MAX_CANDIDATES + index
+        work.candidates[index], work.chances[index] = token, part
+        work.parts[index, :] = 0.0
+        work.parts[index, source] = part
         work.size += 1
 
 
@@ -213,8 +213,8 @@ def candidate_index(work: Any, token: Any) -> int:
 def total_probability(work: Any) -> float:
     """Return the sum of the candidates' probabilities."""
     sum_of_all = 0.0
-    for at in range(work.size):
-        sum_of_all += work.chances[at]
+    for index in range(work.size):
+        sum_of_all += work.chances[index]
     return sum_of_all
 
 
@@ -223,8 +223,8 @@ def rescale(work: Any, sum_of_all: float) -> None:
     """Scale all probabilities so that they sum to ``sum_of_all``."""
     if work.size > 0:
         factor = sum_of_all / total_probability(work)
-        for at in range(work.size):
-            work.chances[at] *= factor
+        for index in range(work.size):
+            work.chances[index] *= factor
 
 
 @compiled
@@ -249,12 +249,12 @@ def weigh_recency(work: Any, gains: Any, table: Any, node: int) -> None:
     Small probabilities change the most, as they rest on few counts.
     """
     next_position = table.end + work.depths[node]
-    for at in range(work.size):
-        position = latest_position(table, work.candidates[at])
-        work.recency[at] = 0 if position < 0 else distance_class(next_position - position)
+    for index in range(work.size):
+        position = latest_position(table, work.candidates[index])
+        work.recency[index] = 0 if position < 0 else distance_class(next_position - position)
     before = total_probability(work)
-    for at in range(work.size):
-        work.chances[at] *= gains[work.recency[at], prob_class(work.chances[at])]
+    for index in range(work.size):
+        work.chances[index] *= gains[work.recency[index], prob_class(work.chances[index])]
     rescale(work, before)
 
 
@@ -270,10 +270,10 @@ def distance_class(distance: int) -> int:
 
 @compiled
 def prob_class(prob: float) -> int:
-    at = 0
-    while at < len(PROB_CLASS_BOUNDS) and prob < PROB_CLASS_BOUNDS[at]:
-        at += 1
-    return at
+    index = 0
+    while index < len(PROB_CLASS_BOUNDS) and prob < PROB_CLASS_BOUNDS[index]:
+        index += 1
+    return index
 
 
 @compiled
@@ -285,8 +285,8 @@ def weigh_draws(work: Any, node: int) -> None:
     """
     start = stream_start(work.seed, work.position + work.depths[node])
     sum_of_all = np.sqrt(max(0.0, 1.0 - total_probability(work)))
-    for at in range(work.size):
-        work.chances[at] /= np.sqrt(max(MIN_RACE_TIME, time_of(start, work.candidates[at])))
-        sum_of_all += work.chances[at]
-    for at in range(work.size):
-        work.chances[at] /= sum_of_all
+    for index in range(work.size):
+        work.chances[index] /= np.sqrt(max(MIN_RACE_TIME, time_of(start, work.candidates[index])))
+        sum_of_all += work.chances[index]
+    for index in range(work.size):
+        work.chances[index] /= sum_of_all

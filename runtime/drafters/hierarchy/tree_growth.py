@@ -55,13 +55,13 @@ GRAMMAR_NUMBER = SourceId.GRAMMAR.value
 
 
 @compiled
-def expand(at: int, node: int, min_left: float, floor: float, truth: int) -> None:
+def expand(records_at: int, node: int, min_left: float, floor: float, truth: int) -> None:
     """Estimate the next token from the highest n-gram order down, until less than ``min_left`` probability is left.
 
     If ``truth`` is ``DRAFTING``, fill in the candidates, without contributions below ``floor``. If it is an emitted
     token, record the share that each order gives to this token instead.
     """
-    work, table = work_at(at), table_at(at)
+    work, table = work_at(records_at), table_at(records_at)
     work.min_left, work.floor, work.truth = min_left, floor, truth
     _start(work, node)
     lap(work, TREE_NUMBER)
@@ -70,18 +70,18 @@ def expand(at: int, node: int, min_left: float, floor: float, truth: int) -> Non
     # if one would suffice, because the node's children inherit its matches.
     for number in range(work.rows - 1, -1, -1):
         row = table[number]
-        row.highest = call_find(row.find, (at, node))
+        row.highest = call_find(row.find, (records_at, node))
         order = max(order, row.highest)
         lap(work, row.source)
     left = 1.0
     while order > 0 and left >= min_left:
-        left = _add_order(at, node, order, left)
+        left = _add_order(records_at, node, order, left)
         order -= 1
     work.cut[node] = left < min_left
     if truth == DRAFTING:
-        _adjust(at, node, left)
+        _adjust(records_at, node, left)
     elif left >= min_left:
-        _add_order(at, node, 0, left)
+        _add_order(records_at, node, 0, left)
 
 
 @compiled
@@ -96,13 +96,13 @@ def _start(work: Any, node: int) -> None:
 
 
 @compiled
-def _add_order(at: int, node: int, order: int, left: float) -> float:
+def _add_order(records_at: int, node: int, order: int, left: float) -> float:
     """Add all sources' evidence for an n-gram order while enough probability is left; return how much is left."""
-    work, table = work_at(at), table_at(at)
+    work, table = work_at(records_at), table_at(records_at)
     for number in range(work.rows):
         row = table[number]
         if row.lowest <= order <= row.highest:
-            left = call_weigh(row.weigh, (at, node, order, row.first, left))
+            left = call_weigh(row.weigh, (records_at, node, order, row.first, left))
             lap(work, row.source)
             if left < work.min_left:
                 break
@@ -110,16 +110,16 @@ def _add_order(at: int, node: int, order: int, left: float) -> float:
 
 
 @compiled
-def _adjust(at: int, node: int, left: float) -> None:
+def _adjust(records_at: int, node: int, left: float) -> None:
     """Add the evidence for order 0, and adjust probabilities by recency, neighboring rankings and known draws."""
-    work, near, weights = work_at(at), near_at(at), weights_at(at)
+    work, near, weights = work_at(records_at), near_at(records_at), weights_at(records_at)
     # The target's own ranking of the same position already reflects recency.
     ranked = position_after(near, work.depths[node])
     if work.has_context and ranked < 0:
-        weigh_recency(work, weights.recency, table_of(matches_at(at, CONTEXT_NUMBER)), node)
+        weigh_recency(work, weights.recency, table_of(matches_at(records_at, CONTEXT_NUMBER)), node)
         lap(work, CONTEXT_NUMBER)
     if left >= work.min_left:
-        _add_order(at, node, 0, left)
+        _add_order(records_at, node, 0, left)
     if ranked >= 0:
         weigh_agreement(work, near, ranked)
         lap(work, RECYCLED_NUMBER)
@@ -128,9 +128,9 @@ def _adjust(at: int, node: int, left: float) -> None:
 
 
 @compiled
-def grow(at: int, max_nodes: int) -> int:
+def grow(records_at: int, max_nodes: int) -> int:
     """Grow a tree of the expected chain, then of the most probable nodes; return its size, at most ``max_nodes``."""
-    work = work_at(at)
+    work = work_at(records_at)
     start_clock(work)
     work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0
     size, node, bar = 0, 0, 0.0
@@ -138,12 +138,12 @@ def grow(at: int, max_nodes: int) -> int:
         probs = work.probs[node]
         if node < work.expected and size < max_nodes:
             # Only the expected token follows; the estimate is needed as its descendants inherit the matches.
-            expand(at, node, MIN_LEFT, MIN_CONTRIBUTION, DRAFTING)
+            expand(records_at, node, MIN_LEFT, MIN_CONTRIBUTION, DRAFTING)
             work.best_probs[node], work.best_keys[node] = probs, GRAMMAR_NUMBER << 40 | node << 32 | work.chain[node]
             size = node + 1
         elif work.depths[node] < MAX_DEPTH and probs > WORTH_EXPANDING * bar:
             min_left = max(WORTH_EXPANDING * bar / probs, MIN_LEFT)
-            expand(at, node, min_left, max(WORTH_ADDING * bar / probs, MIN_CONTRIBUTION), DRAFTING)
+            expand(records_at, node, min_left, max(WORTH_ADDING * bar / probs, MIN_CONTRIBUTION), DRAFTING)
             size, bar = _insert_paths(work, node, size, max_nodes, bar)
         if node == size:
             break
@@ -160,10 +160,10 @@ def grow(at: int, max_nodes: int) -> int:
 
 
 @compiled
-def grow_all(at: Ints, max_nodes: Ints, grown: Ints) -> None:
-    """Grow a tree for the drafter at each address in ``at``, and write each tree's number of nodes to ``grown``."""
+def grow_all(records_at: Ints, max_nodes: Ints, grown: Ints) -> None:
+    """Grow a tree for the drafter at each address in ``records_at``, and write their sizes to ``grown``."""
     for row in range(len(max_nodes)):
-        grown[row] = grow(at[row], max_nodes[row]) if max_nodes[row] > 0 else 0
+        grown[row] = grow(records_at[row], max_nodes[row]) if max_nodes[row] > 0 else 0
 
 
 @compiled
@@ -173,11 +173,11 @@ def _insert_paths(work: Any, node: int, size: int, max_nodes: int, bar: float) -
     Return ``(size, bar)``: the new size of the list, and the probability that a further path must exceed, which is 0
     until the list is full.
     """
-    for at in range(work.size):
+    for index in range(work.size):
         # Shares from a damaged store may exceed 1.
-        probs = min(1.0, work.chances[at]) * work.probs[node]
+        probs = min(1.0, work.chances[index]) * work.probs[node]
         if size < max_nodes or probs > bar:
-            key = np.argmax(work.parts[at]) << 40 | node << 32 | work.candidates[at]
+            key = np.argmax(work.parts[index]) << 40 | node << 32 | work.candidates[index]
             size = insert_best(work.best_probs, work.best_keys, probs, key, node, size, max_nodes)
             if size == max_nodes:
                 bar = work.best_probs[size - 1]
@@ -204,34 +204,34 @@ def extend(work: Any, parent: int, node: int, token: int) -> None:
 
 
 @compiled
-def restart(at: int, tail: Ints) -> None:
+def restart(records_at: int, tail: Ints) -> None:
     """Move the root to the end of another context, whose last tokens are ``tail``."""
-    work = work_at(at)
+    work = work_at(records_at)
     start_calibration(work)
     work.tails[0] = -1
-    move_all(at, RESTART, 0)
+    move_all(records_at, RESTART, 0)
     for token in tail:
         extend(work, 0, 0, token)
-        move_all(at, token, 0)
+        move_all(records_at, token, 0)
 
 
 @compiled
-def feed(at: int, tokens: Ints) -> None:
+def feed(records_at: int, tokens: Ints) -> None:
     """Learn from emitted tokens one by one, making each the new root."""
     for token in tokens:
-        feed_token(at, token)
+        feed_token(records_at, token)
 
 
 @compiled
-def feed_token(at: int, token: int) -> None:
+def feed_token(records_at: int, token: int) -> None:
     """Learn from an emitted token, and make it the new root."""
-    work = work_at(at)
+    work = work_at(records_at)
     if work.grown:
         count_hit(work, token)
-    expand(at, 0, LEFT_TO_LEARN, 0.0, token)
-    learn(weights_at(at), work)
+    expand(records_at, 0, LEFT_TO_LEARN, 0.0, token)
+    learn(weights_at(records_at), work)
     extend(work, 0, 0, token)
-    move_all(at, token, 1)
+    move_all(records_at, token, 1)
 
 
 @compiled

@@ -72,17 +72,17 @@ def new_request_states(max_requests: int, shards: int, *, history: bool = False,
 
 
 @compiled
-def grow_chain(at: int, max_tokens: int, floor: float) -> int:
+def grow_chain(records_at: int, max_tokens: int, floor: float) -> int:
     """Draft up to ``max_tokens`` tokens with a path probability of at least ``floor``; return their number.
 
-    ``at`` is the address of a hierarchy, to whose workspace the tokens are written.
+    ``records_at`` is the address of a hierarchy, to whose workspace the tokens are written.
     """
-    work = work_at(at)
+    work = work_at(records_at)
     work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0
     node = 0
     while node < max_tokens:
         min_left = floor / work.probs[node]
-        expand(at, node, SKIPPED_ORDER_SHARE * min_left, SKIPPED_CONTRIBUTION_SHARE * min_left, DRAFTING)
+        expand(records_at, node, SKIPPED_ORDER_SHARE * min_left, SKIPPED_CONTRIBUTION_SHARE * min_left, DRAFTING)
         best, prob = 0, 0.0
         for candidate in range(work.size):
             if work.chances[candidate] > prob:
@@ -100,15 +100,17 @@ def grow_chain(at: int, max_tokens: int, floor: float) -> int:
 
 
 @compiled
-def catch_up(at: int, context: Ints, sampled: int, few: int, requests: RequestStates, is_drafting: bool) -> None:
+def catch_up(
+    records_at: int, context: Ints, sampled: int, few: int, requests: RequestStates, is_drafting: bool
+) -> None:
     """Append the new tokens of ``context`` to the context table, and learn from the last ``sampled`` of them.
 
     If more than ``few`` tokens are new, the tokens before the sampled ones are a prompt, and a new answer begins in
     the history. If ``is_drafting`` is False, the tokens are only appended, and the tree's root moves to the end of the
     context once drafting resumes.
     """
-    history, tail = matches_at(at, HISTORY_NUMBER), work_at(at).tails[0]
-    table = table_of(matches_at(at, CONTEXT_NUMBER))
+    history, tail = matches_at(records_at, HISTORY_NUMBER), work_at(records_at).tails[0]
+    table = table_of(matches_at(records_at, CONTEXT_NUMBER))
     begins = table.end == 0 or len(context) - table.end > few
     if begins:
         for position in range(table.end, len(context) - sampled):
@@ -119,8 +121,8 @@ def catch_up(at: int, context: Ints, sampled: int, few: int, requests: RequestSt
     new = last_tokens(context[table.end :], len(context))
     if is_drafting:
         if begins or tail[MAX_MATCH_TOKENS - 1] < 0:
-            restart(at, old)
-        feed(at, new)
+            restart(records_at, old)
+        feed(records_at, new)
         return
     for token in new:
         add(table, token)
@@ -155,7 +157,7 @@ def begin_answer(history: Any, requests: RequestStates, overlap: Ints) -> None:
 
 @compiled
 def draft_rows(
-    at: int,
+    records_at: int,
     requests: RequestStates,
     chosen: Ints,
     contexts: Ints,
@@ -168,18 +170,18 @@ def draft_rows(
 ) -> None:
     """Draft a chain for each of the ``rows`` of ``contexts``; ``chosen`` holds the index of each row's request.
 
-    ``at`` is the address of a hierarchy, and ``sampled`` the number of new tokens in each row. ``limits`` are the
-    maximum context length, the maximum number of draft tokens and the minimum probability. If the probability is above
-    ``NO_DRAFT_ABOVE``, the new tokens are only appended to tables and answers. Chains are written to ``drafts`` and
-    their lengths to ``sizes``.
+    ``records_at`` is the address of a hierarchy, and ``sampled`` the number of new tokens in each row. ``limits`` are
+    the maximum context length, the maximum number of draft tokens and the minimum probability. If the probability is
+    above ``NO_DRAFT_ABOVE``, the new tokens are only appended to tables and answers. Chains are written to ``drafts``,
+    and their lengths to ``sizes``.
     """
     max_length, max_drafts, floor = limits
     is_drafting = floor < NO_DRAFT_ABOVE
     context, history, work, ranges = (
-        matches_at(at, CONTEXT_NUMBER),
-        matches_at(at, HISTORY_NUMBER),
-        work_at(at),
-        ranges_at(at),
+        matches_at(records_at, CONTEXT_NUMBER),
+        matches_at(records_at, HISTORY_NUMBER),
+        work_at(records_at),
+        ranges_at(records_at),
     )
     for turn in range(len(rows)):
         sizes[turn] = 0
@@ -194,9 +196,9 @@ def draft_rows(
             ranges.read[0] = 0
             length: Any = np.int64(lengths[rows[turn]])
             new = min(sampled[turn], length)
-            catch_up(at, contexts[rows[turn], :length], new, max_drafts + 1, requests, is_drafting)
+            catch_up(records_at, contexts[rows[turn], :length], new, max_drafts + 1, requests, is_drafting)
             # Leave room for the bonus token after the last draft.
-            size = grow_chain(at, min(max_drafts, max_length - length - 1), floor) if is_drafting else 0
+            size = grow_chain(records_at, min(max_drafts, max_length - length - 1), floor) if is_drafting else 0
             sizes[turn] = size
             drafts[turn, :size] = work.tokens[1 : size + 1]
             requests.tails[request] = work.tails[0]
