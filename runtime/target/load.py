@@ -22,8 +22,8 @@ from hdtool.runtime.config.model import BLOCKS, DEVICES, INT8, ModelConfig
 from hdtool.runtime.engines.captured_functions import never
 from hdtool.runtime.generation.generation_settings import generation_settings
 from hdtool.runtime.kernels.compile_process import core_left_free
-from hdtool.runtime.kernels.expert_layers import compile_experts
 from hdtool.runtime.kernels.linear_layers import compile_linear_layers
+from hdtool.runtime.kernels.mixture_of_experts import compile_experts
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, pack_weights
 from hdtool.runtime.model.devices import use_planless_attention

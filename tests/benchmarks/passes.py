@@ -34,9 +34,9 @@ from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import INT8, ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.proofs.probes import some_context
-from hdtool.runtime.kernels.expert_layers import compile_experts
 from hdtool.runtime.kernels.linear_layers import compile_linear_layers
 from hdtool.runtime.kernels.machine_name import machine
+from hdtool.runtime.kernels.mixture_of_experts import compile_experts
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.target.load import Loaded, load, load_stock, load_tokenizer
 from hdtool.runtime.target.target import Target

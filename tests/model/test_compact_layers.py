@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from hdtool.runtime.budget.measure_passes import _saved_file
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.compact_weight import is_compact
-from hdtool.runtime.kernels.expert_layers import arrange_experts
 from hdtool.runtime.kernels.linear_layers import CompiledLinear, compile_linear_layers, compiled_linear, share_weights
+from hdtool.runtime.kernels.mixture_of_experts import arrange_experts
 from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.compact_layers import (
     compact_parameters,

@@ -15,8 +15,7 @@ from hdtool.data import demo
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.engines.cpu.weight_table import router_record
 from hdtool.runtime.kernels.compact_weight import is_compact
-from hdtool.runtime.kernels.expert_layers import CompiledExperts, compile_experts
-from hdtool.runtime.kernels.mixture_of_experts import route
+from hdtool.runtime.kernels.mixture_of_experts import CompiledExperts, compile_experts, route
 from hdtool.runtime.program.mixer_parts import Router
 from hdtool.runtime.target.load import load
 from tests.support.described import EXPERTS, model_of

@@ -13,7 +13,7 @@ from hdtool.data.gguf_header import GGUFHeader
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
-from hdtool.runtime.kernels.expert_layers import DOWN, GATE_UP, CompiledExperts
+from hdtool.runtime.kernels.mixture_of_experts import DOWN, GATE_UP, CompiledExperts
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.weights.gguf_file import GGUFFile

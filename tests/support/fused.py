@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
-from hdtool.runtime.kernels.expert_layers import compile_experts
 from hdtool.runtime.kernels.linear_layers import compile_linear_layers
+from hdtool.runtime.kernels.mixture_of_experts import compile_experts
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.target.target import Target
 from tests.support import families

@@ -140,7 +140,7 @@ class Hierarchy(Drafter, Uncopyable):
 
     def _fill_in(self, context: bool, vocabulary: int) -> None:
         self.work = work = self._records.work
-        """The workspace of the last draft; ``WORKSPACE`` in ``candidates.py`` lists its fields."""
+        """The workspace of the last draft; ``WORKSPACE`` in ``compiled_source.py`` lists its fields."""
         sizes = [store.manifest.tokenizer.vocab_size for store in self._stores if store]
         work["vocabulary"] = min([vocabulary, *sizes])
         self._matches[SourceId.CONTEXT]["log"][0, ANSWERS_LOG] = self.context_table.memory.ctypes.data
@@ -170,7 +170,7 @@ class Hierarchy(Drafter, Uncopyable):
         return self._probs[: self._nodes].copy()
 
     def weights(self, source: SourceId) -> Any:
-        """Return the learned weights of a source, by n-gram order and bucket of evidence; see ``candidates.py``."""
+        """Return the learned weights of a source, by n-gram order and bucket of evidence; see ``new_weights``."""
         return self._records.weights["weight"][0, self._records.rows_of[source]]
 
     @property

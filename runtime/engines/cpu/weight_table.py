@@ -30,11 +30,10 @@ from hdtool.runtime.engines.cpu.mixer_table import MixerTable
 from hdtool.runtime.engines.cpu.side_block import side_function
 from hdtool.runtime.kernels.compact_weight import is_compact, stored_of
 from hdtool.runtime.kernels.compiled import Array, Record, zeroed_records
-from hdtool.runtime.kernels.expert_layers import experts_record
 from hdtool.runtime.kernels.int8_matmul import Panels
 from hdtool.runtime.kernels.linear_layers import format_of
 from hdtool.runtime.kernels.matmul_choice import matmul_of
-from hdtool.runtime.kernels.mixture_of_experts import ROUTER, experts_scratch_size
+from hdtool.runtime.kernels.mixture_of_experts import ROUTER, experts_record, experts_scratch_size
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.row_operations import ACTIVATIONS
 from hdtool.runtime.program.embedding_and_head import EmbeddingAndHead, rotary_kinds, rotary_of
