@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.runtime.kernels.compiled import Record, clear_floats, compiled, copy_floats
-from hdtool.runtime.kernels.gemm_tiles import call_unpack, interleave, partial_tile, rows_per_chunk, stride_of
+from hdtool.runtime.kernels.gemm_tiles import Operands, call_unpack, interleave, partial_tile, rows_per_chunk, stride_of
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, ITEM_SIZE, LANES, l1_bytes, line_after
 
 GROUPS = (2, 4, 6) if LANES == 8 else (2, 4)
@@ -32,20 +32,12 @@ _add, _complete = partial_tile(_GROUP_OUT_FEATURES, is_last=False), partial_tile
 
 
 @compiled
-def multiply_many(
-    kernels: Record,
-    matrix: int,
-    out_features: int,
-    columns: int,
-    inputs: int,
-    rows: int,
-    outputs: int,
-    output_stride: int,
-) -> None:
+def multiply_many(kernels: Record, operands: Operands) -> None:
     """Compute the matmul for many input rows; ``kernels`` is a record of ``matmul_choice.KERNELS``.
 
     ``out_features`` must be a multiple of ``TILE_OUT_FEATURES``.
     """
+    matrix, out_features, columns, inputs, rows, outputs, output_stride = operands
     chunk = rows_per_chunk(rows, MAX_INTERLEAVED_ROWS, GROUP)
     numbers = (
         BLOCK_OUT_FEATURES * (MAX_TILE_COLUMNS + chunk * LANES + GROUP) + chunk * columns + CACHE_LINE // ITEM_SIZE
@@ -53,23 +45,15 @@ def multiply_many(
     memory = np.empty(numbers, np.float32)
     for first in range(0, rows, chunk):
         read, written = inputs + first * columns * ITEM_SIZE, outputs + first * output_stride * ITEM_SIZE
-        chunk_rows = min(chunk, rows - first)
-        _multiply_together(kernels, matrix, out_features, columns, read, chunk_rows, written, output_stride, memory)
+        count = min(chunk, rows - first)
+        part = Operands(matrix, out_features, columns, read, count, written, output_stride)
+        _multiply_together(kernels, part, memory)
 
 
 @compiled
-def _multiply_together(
-    kernels: Record,
-    matrix: int,
-    out_features: int,
-    columns: int,
-    inputs: int,
-    rows: int,
-    outputs: int,
-    output_stride: int,
-    memory: npt.NDArray[np.float32],
-) -> None:
+def _multiply_together(kernels: Record, operands: Operands, memory: npt.NDArray[np.float32]) -> None:
     """Multiply the matrix by up to ``MAX_INTERLEAVED_ROWS`` input rows, using ``memory`` as scratch space."""
+    matrix, out_features, columns, inputs, rows, outputs, output_stride = operands
     stride, block_size = stride_of(kernels, columns), kernels.block_size
     width = columns * ITEM_SIZE
     whole = rows // GROUP * GROUP
@@ -112,22 +96,8 @@ def _multiply_together(
                 fetched = row // GROUP * (BLOCK_OUT_FEATURES // 4)  # matrix rows already prefetched by earlier groups
                 far = next_block + fetched % BLOCK_OUT_FEATURES * stride + fetched // BLOCK_OUT_FEATURES * block_columns
                 near = read + group_rows * width
-                _multiply_group(
-                    block,
-                    row_stride,
-                    block_rows,
-                    block_columns,
-                    read,
-                    written,
-                    from_row,
-                    group_sums,
-                    group_rows,
-                    column == 0,
-                    is_last,
-                    near,
-                    far,
-                    stride,
-                )
+                part = Operands(block, block_rows, block_columns, read, group_rows, written, from_row)
+                _multiply_group(part, row_stride, group_sums, column == 0, is_last, near, far, stride)
         for row in range(whole, rows):
             read = rest_outputs + (row - whole) * block_rows * ITEM_SIZE
             copy_floats(read, block_rows, to + row * output_stride * ITEM_SIZE)
@@ -141,20 +111,7 @@ def _bytes_before(column: int, block_size: int, columns: int, stride: int) -> in
 
 @compiled
 def _multiply_group(
-    matrix: int,
-    stride: int,
-    out_features: int,
-    columns: int,
-    inputs: int,
-    outputs: int,
-    output_stride: int,
-    sums: int,
-    group: int,
-    is_first: bool,
-    is_last: bool,
-    near: int,
-    far: int,
-    far_stride: int,
+    operands: Operands, stride: int, sums: int, is_first: bool, is_last: bool, near: int, far: int, far_stride: int
 ) -> None:
     """Multiply rows of a float32 matrix by a group of interleaved input rows, over a range of columns.
 
@@ -162,6 +119,7 @@ def _multiply_group(
     tile prefetches one byte per column at ``near``, the next group of input rows, and at ``far``, later matrix rows.
     Two tiles share a prefetched matrix row, which spreads memory traffic over more groups.
     """
+    matrix, out_features, columns, inputs, group, outputs, output_stride = operands
     features = 4 if group == SMALL_GROUP else 2
     for number in range(out_features // features):
         far_row = far + number // 2 * far_stride

@@ -7,7 +7,7 @@ of the expanded matrix bit for bit. The order of summation is independent of the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
@@ -46,6 +46,20 @@ TILE_OUT_FEATURES, MAX_TILE_ROWS = 8, 11 if LANES == 8 else max(8, PAIR_ACCUMULA
 matrix row: nine input rows by a 1,536 x 576 matrix in Q4_1 take 0.78 of the time of a tile of five and one of four."""
 MAX_DIRECT_ROWS = 4
 """Maximum input rows that a tile reads in place; more rows are interleaved vector by vector."""
+
+
+class Operands(NamedTuple):
+    """Addresses and sizes of a matmul's operands: compiled code computes ``outputs = inputs @ matrix.T``."""
+
+    matrix: int
+    out_features: int
+    columns: int
+    inputs: int
+    rows: int
+    """Number of input rows."""
+    outputs: int
+    output_stride: int
+    """Distance between output rows in numbers."""
 
 
 LoopBody = Callable[[Any, list[Expand], list[Any]], Sequence[Any]]

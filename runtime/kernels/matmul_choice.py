@@ -31,6 +31,7 @@ from hdtool.runtime.kernels.gemm_tiles import (
     MAX_DIRECT_ROWS,
     MAX_TILE_ROWS,
     TILE_OUT_FEATURES,
+    Operands,
     interleave,
     stride_of,
     tile,
@@ -216,7 +217,8 @@ def _multiply_function() -> Any:
         """
         kernels = struct_at(kernels_at, KERNELS)
         part = matrix + first // kernels.stored_rows * stride_of(kernels, columns)
-        _multiply(kernels, part, end - first, columns, inputs, rows, outputs + first * ITEM_SIZE, out_features)
+        into = outputs + first * ITEM_SIZE
+        _multiply(kernels, Operands(part, end - first, columns, inputs, rows, into, out_features))
         if bias:
             added = array_at(bias, (out_features,), types.float32)
             written = array_at(outputs, (rows, out_features), types.float32)
@@ -228,34 +230,27 @@ def _multiply_function() -> Any:
 
 
 @compiled
-def _multiply(
-    kernels: Record,
-    matrix: int,
-    out_features: int,
-    columns: int,
-    inputs: int,
-    rows: int,
-    outputs: int,
-    output_stride: int,
-) -> None:
-    """Multiply the matrix by all input rows; ``output_stride`` is the distance between output rows in numbers."""
+def _multiply(kernels: Record, operands: Operands) -> None:
+    """Multiply the matrix by all input rows."""
+    matrix, out_features, columns, inputs, rows, outputs, output_stride = operands
     is_long = kernels.bytes != ITEM_SIZE and rows * columns > L1_NUMBERS
     width, tiled = columns * ITEM_SIZE, out_features
     if kernels.stored_rows == 1:
         tiled -= out_features % kernels.tile_out_features
+    of_tiles = Operands(matrix, tiled, columns, inputs, rows, outputs, output_stride)
     if not tiled:
         pass
     elif kernels.unpack and rows > (MAX_LONG_REGISTER_ROWS if is_long else MAX_REGISTER_ROWS):
-        _multiply_many(kernels, matrix, tiled, columns, inputs, rows, outputs, output_stride)
+        _multiply_many(kernels, of_tiles)
     elif kernels.prepare and rows > kernels.direct_rows:
         memory = np.empty(rows * _prepared_bytes(kernels, columns) + CACHE_LINE, np.uint8)
-        _multiply_prepared(kernels, matrix, tiled, columns, inputs, rows, outputs, output_stride, memory)
+        _multiply_prepared(kernels, of_tiles, memory)
     else:
-        tile_rows = _even_rows(rows, MAX_DIRECT_ROWS)
-        _multiply_tiles(kernels, matrix, tiled, columns, inputs, width, rows, tile_rows, outputs, output_stride)
+        _multiply_tiles(kernels, of_tiles, width, _even_rows(rows, MAX_DIRECT_ROWS))
     if tiled < out_features:
         last, written = matrix + tiled * stride_of(kernels, columns), outputs + tiled * ITEM_SIZE
-        _multiply_tiles(kernels, last, out_features - tiled, columns, inputs, width, rows, 1, written, output_stride)
+        rest = Operands(last, out_features - tiled, columns, inputs, rows, written, output_stride)
+        _multiply_tiles(kernels, rest, width, 1)
 
 
 @compiled
@@ -265,30 +260,23 @@ def _prepared_bytes(kernels: Record, columns: int) -> int:
 
 
 @compiled
-def _multiply_prepared(
-    kernels: Record,
-    matrix: int,
-    out_features: int,
-    columns: int,
-    inputs: int,
-    rows: int,
-    outputs: int,
-    output_stride: int,
-    memory: npt.NDArray[np.uint8],
-) -> None:
+def _multiply_prepared(kernels: Record, operands: Operands, memory: npt.NDArray[np.uint8]) -> None:
     """Write prepared input rows to ``memory`` and multiply the matrix by them; its last panel may have padding rows."""
+    matrix, out_features, columns, inputs, rows, outputs, output_stride = operands
     prepared, size = line_after(memory.ctypes.data), _prepared_bytes(kernels, columns)
     tile_rows = min(kernels.tile_rows, max(MAX_DIRECT_ROWS, MAX_CACHED_VALUES * ITEM_SIZE // size))
     if kernels.has_even_tiles:
         tile_rows = _even_rows(rows, tile_rows)
     call_prepare(kernels.prepare, (inputs, columns, rows, prepared, tile_rows))
     whole = out_features - out_features % kernels.tile_out_features
-    _multiply_tiles(kernels, matrix, whole, columns, prepared, size, rows, tile_rows, outputs, output_stride)
+    of_panels = Operands(matrix, whole, columns, prepared, rows, outputs, output_stride)
+    _multiply_tiles(kernels, of_panels, size, tile_rows)
     if whole < out_features:
         last = matrix + whole // kernels.stored_rows * stride_of(kernels, columns)
         written = np.empty((rows, kernels.stored_rows), np.float32)
-        at, width = written.ctypes.data, written.shape[1]
-        _multiply_tiles(kernels, last, width, columns, prepared, size, rows, tile_rows, at, width)
+        at: Any = np.int64(written.ctypes.data)
+        width = written.shape[1]
+        _multiply_tiles(kernels, Operands(last, width, columns, prepared, rows, at, width), size, tile_rows)
         for row in range(rows):
             target = outputs + (row * output_stride + whole) * ITEM_SIZE
             copy_floats(written[row].ctypes.data, out_features - whole, target)
@@ -302,19 +290,9 @@ def _even_rows(rows: int, max_rows: int) -> int:
 
 
 @compiled
-def _multiply_tiles(
-    kernels: Record,
-    matrix: int,
-    out_features: int,
-    columns: int,
-    inputs: int,
-    input_bytes: int,
-    rows: int,
-    tile_rows: int,
-    outputs: int,
-    output_stride: int,
-) -> None:
+def _multiply_tiles(kernels: Record, operands: Operands, input_bytes: int, tile_rows: int) -> None:
     """Multiply the matrix by input rows of ``input_bytes`` bytes, in tiles of ``tile_rows`` rows."""
+    matrix, out_features, columns, inputs, rows, outputs, output_stride = operands
     stride = stride_of(kernels, columns)
     # All matrix rows at once, unless several tiles of input rows share them while they are cached.
     out, step = 0, out_features if rows <= tile_rows else min(out_features, kernels.tile_out_features)

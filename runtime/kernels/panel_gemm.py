@@ -15,7 +15,7 @@ import numpy as np
 from numba import types
 
 from hdtool.runtime.kernels.compiled import Record, compiled, copy_floats, generated
-from hdtool.runtime.kernels.gemm_tiles import rows_per_chunk, stride_of
+from hdtool.runtime.kernels.gemm_tiles import Operands, rows_per_chunk, stride_of
 from hdtool.runtime.kernels.matrix_formats import cases
 from hdtool.runtime.kernels.transposed_rows import (
     call_expand,
@@ -57,21 +57,12 @@ the next level."""
 
 
 @compiled
-def multiply_many(
-    kernels: Record,
-    matrix: int,
-    out_features: int,
-    columns: int,
-    inputs: int,
-    rows: int,
-    outputs: int,
-    output_stride: int,
-) -> None:
+def multiply_many(kernels: Record, operands: Operands) -> None:
     """Compute the matmul for many input rows; ``kernels`` is a record of ``matmul_choice.KERNELS``.
 
-    ``output_stride`` is the distance between output rows in numbers. ``columns`` must be a multiple of ``4 * LANES``
-    and of the size of a block.
+    ``columns`` must be a multiple of ``4 * LANES`` and of the size of a block.
     """
+    matrix, out_features, columns, inputs, rows, outputs, output_stride = operands
     max_rows, stride = MAX_ROWS if columns <= MAX_LONG_COLUMNS else MAX_LONG_ROWS, stride_of(kernels, columns)
     chunk = rows_per_chunk(rows, max_rows, GROUP)
     panel = np.empty(VECTORS * transposed_size(columns) + LINE, np.float32)
@@ -87,38 +78,18 @@ def multiply_many(
         for out in range(0, out_features, PANEL):
             panel_rows, written = min(PANEL, out_features - out), to + out * ITEM_SIZE
             _transpose_panel(kernels.unpack, matrix + out * stride, stride, panel_rows, columns, panel_at)
-            _multiply_panel(
-                kernels.expand,
-                panel_at,
-                weights_at,
-                panel_rows,
-                columns,
-                inputs_at,
-                count,
-                sums_at,
-                written,
-                output_stride,
-            )
+            part = Operands(panel_at, panel_rows, columns, inputs_at, count, written, output_stride)
+            _multiply_panel(kernels.expand, part, weights_at, sums_at)
 
 
 @compiled
-def _multiply_panel(
-    expand: int,
-    panel: int,
-    weights: int,
-    out_features: int,
-    columns: int,
-    inputs: int,
-    rows: int,
-    sums: int,
-    outputs: int,
-    output_stride: int,
-) -> None:
-    """Multiply a transposed panel by transposed input rows, lane by lane.
+def _multiply_panel(expand: int, operands: Operands, weights: int, sums: int) -> None:
+    """Multiply a transposed panel, the matrix, by transposed input rows, lane by lane.
 
     ``weights`` is scratch memory for one lane of a range of columns. ``sums`` has a place for the sums that wait at
     each level, then one for the final sums. Between ranges, a lane's sums are kept in the place that they will get.
     """
+    panel, out_features, columns, inputs, rows, outputs, output_stride = operands
     padded_rows, width = _padded(rows), _panel_width(out_features)
     for number in range(LANES):
         lane, merges = ORDER[number], 0
@@ -134,27 +105,15 @@ def _multiply_panel(
                 )
                 call_expand(expand, (rows_at, columns, lane, column, range_columns, to, width))
             steps, is_first, is_last = range_columns // LANES, column == 0, column + MAX_RANGE >= columns
-            _multiply_range(
-                weights, out_features, steps, read, rows, sums, merges, is_first, is_last, outputs, output_stride
-            )
+            part = Operands(weights, out_features, steps, read, rows, outputs, output_stride)
+            _multiply_range(part, sums, merges, is_first, is_last)
             read += padded_rows * steps * ITEM_SIZE
 
 
 @compiled
-def _multiply_range(
-    weights: int,
-    out_features: int,
-    steps: int,
-    inputs: int,
-    rows: int,
-    sums: int,
-    merges: int,
-    is_first: bool,
-    is_last: bool,
-    outputs: int,
-    output_stride: int,
-) -> None:
-    """Multiply one lane of a range of ``steps`` columns; its sums are merged ``merges`` times after the last range."""
+def _multiply_range(operands: Operands, sums: int, merges: int, is_first: bool, is_last: bool) -> None:
+    """Multiply one lane of a range of columns; its sums are merged ``merges`` times after the last range."""
+    weights, out_features, steps, inputs, rows, outputs, output_stride = operands
     padded_rows, width = _padded(rows), _panel_width(out_features)
     size = padded_rows * width * ITEM_SIZE
     is_final = is_last and merges == LEVELS

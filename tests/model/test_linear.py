@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from hdtool.runtime.kernels import block_gemm, linear_layers as layers, panel_gemm
 from hdtool.runtime.kernels.block_gemm import BLOCK_OUT_FEATURES
 from hdtool.runtime.kernels.compiled import zeroed_records
-from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, TILE_OUT_FEATURES, unpack_of
+from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, TILE_OUT_FEATURES, Operands, unpack_of
 from hdtool.runtime.kernels.linear_layers import (
     CompiledLinear,
     compile_linear_layers,
@@ -189,7 +189,7 @@ def test_matmuls_for_other_processors_give_the_same_bits(columns: int, gemm: Mod
         for rows in (*range(1, GROUP + 2), 2 * GROUP + 1, MAX_ROWS, MAX_ROWS + 20):
             found, inputs = torch.full((rows + 1, out_features + 1), 7.0), numbers[:rows].clone()
             at = matrix.data_ptr(), out_features, columns, inputs.data_ptr(), rows, found.data_ptr()
-            gemm.multiply_many(kernels, *at, out_features + 1)
+            gemm.multiply_many(kernels, Operands(*at, out_features + 1))
             assert torch.equal(found[:rows, :out_features], alone[:rows])
             assert (found[rows] == 7).all() and (found[:, out_features] == 7).all(), (
                 "nothing is written beside the outputs"
