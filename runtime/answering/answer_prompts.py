@@ -76,7 +76,7 @@ class Answerer:
         _ = self._drafters  # before any output, because making them may fail
         for prompt in prompts:
             try:
-                self._encode_checked(prompt, prompt.messages)
+                room_for(self.loaded.target, self._encoded(prompt, prompt.messages), self.decoding.max_new_tokens)
                 self._guide(prompt)
             except PromptError as error:
                 raise PromptError(f"prompt {prompt.id}: {error}" if len(prompts) > 1 else str(error)) from None
@@ -98,7 +98,7 @@ class Answerer:
 
     def _request(self, dialogue: Dialogue, drafter: Drafter) -> Request[Dialogue]:
         prompt, decoding = dialogue.prompt, self.decoding
-        ids = self._encode_checked(prompt, dialogue.messages)
+        ids = self._encoded(prompt, dialogue.messages)
         prediction = self._prediction(dialogue) if drafter.predicts else []
         plan = plan_answer(self.loaded, self.sampling, ids, decoding.max_new_tokens, self._guide(prompt))
         request = plan.request(dialogue, drafter, prediction, draft_tokens=decoding.draft_tokens)
@@ -107,11 +107,8 @@ class Answerer:
     def _guide(self, prompt: Prompt) -> Guide | None:
         return self._grammars.guide(prompt.grammar) if prompt.grammar else None
 
-    def _encode_checked(self, prompt: Prompt, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of messages; raise PromptError if they leave no room for an answer."""
-        ids = encode_conversation(self.loaded.tokenizer, messages, chat=self._chat, tools=prompt.tools)
-        room_for(self.loaded.target, ids, self.decoding.max_new_tokens)
-        return ids
+    def _encoded(self, prompt: Prompt, messages: Sequence[Message]) -> list[int]:
+        return encode_conversation(self.loaded.tokenizer, messages, chat=self._chat, tools=prompt.tools)
 
     def _prediction(self, dialogue: Dialogue) -> list[int]:
         """Return the token ids of the predicted answer, or an empty list if there is none."""

@@ -142,6 +142,11 @@ def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 PREFILL_CHUNK = 512
 """Number of tokens prefilled in one pass after a cached prefix; bounds the size of the attention mask."""
+PIECES, DEVICE_PIECES = (512, 128), (4096, 1024)
+"""Number of prompt tokens in a piece while no answer is running, and while answers wait for the piece to end.
+
+A device reads a thousand tokens in little more time than a hundred, because it reads the weights once for all.
+"""
 MIN_TAIL_PROMPT, TAIL_TOKENS = 256, 32
 """Recurrent states are saved ``TAIL_TOKENS`` before a prompt's end if over ``MIN_TAIL_PROMPT`` tokens are prefilled."""
 
@@ -205,6 +210,10 @@ class PromptReader:
         idle = [index for index in range(self._first_free, len(self._cache.slots)) if index != self.slot]
         return [index for index in idle if not (only_empty and is_worth_keeping(self._cache.slots[index]))]
 
+    def read_piece(self, *, answers_wait: bool) -> Verified | None:
+        """Prefill a piece of the prompt, a shorter one if answers wait for it; see ``read`` for the result."""
+        return self.read((DEVICE_PIECES if self._engine.captures else PIECES)[answers_wait])
+
     @torch.inference_mode()
     def read(self, max_tokens: int | None = None) -> Verified | None:
         """Prefill at most ``max_tokens`` tokens, or the rest of the prompt if None.
@@ -214,14 +223,9 @@ class PromptReader:
         """
         if max_tokens is not None and self._reads_in_pieces:
             return self._read_piece(max_tokens)
-        verified = None
-        while verified is None:
-            verified = self._read_piece(self._next_piece())
+        while (verified := self._read_piece(PREFILL_CHUNK if self._read else len(self._prompt))) is None:
+            pass
         return verified
-
-    def _next_piece(self) -> int:
-        """Return the default maximum number of tokens in the next pass."""
-        return PREFILL_CHUNK if self._read else len(self._prompt)
 
     def _end(self, max_tokens: int) -> int:
         """Return the position in the prompt at which the next pass ends.

@@ -22,11 +22,6 @@ from hdtool.runtime.core.tree import DraftTree
 
 RESERVED_POSITIONS = 512
 """Number of cache positions reserved for each answer in a batch; the cache grows for longer answers."""
-PIECES, DEVICE_PIECES = (512, 128), (4096, 1024)
-"""Number of prompt tokens in a piece while no answer is running, and while answers wait for the piece to end.
-
-A device reads a thousand tokens in little more time than a hundred, because it reads the weights once for all.
-"""
 Outcome = tuple[Request[Key], Step | HdtoolError]
 """A request with its latest step, or with the error that ended its answer."""
 
@@ -166,9 +161,7 @@ class Session(Generic[Key]):
         request = self._prefilling[0].request if self._prefilling else self._waiting.popleft()
         try:
             state, reader = self._prefilling or self._start(request)
-            alone, beside_answers = DEVICE_PIECES if self._engine.captures else PIECES
-            piece = beside_answers if self._running else alone
-            verified = reader.read(piece if self._in_pieces else None)
+            verified = reader.read_piece(answers_wait=bool(self._running)) if self._in_pieces else reader.read()
             state.cached_tokens = reader.cached_tokens
             return [] if verified is None else [(request, self._join(state, reader.slot, verified))]
         except HdtoolError as error:

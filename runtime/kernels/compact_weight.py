@@ -7,10 +7,10 @@ selected rows and ``linear_layers.py`` multiplies by the stored form directly.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
-from torch.nn import Embedding
+from torch.nn import Embedding, Module
 
 from hdtool.runtime.kernels.packed_matrix import ROW_ARGUMENTS, PackedMatrix
 
@@ -18,6 +18,7 @@ NARROW_DTYPES = (torch.bfloat16, torch.float16)
 ATEN = torch.ops.aten
 
 Stored = torch.Tensor | PackedMatrix
+M = TypeVar("M", bound=Module)
 
 
 class ExpansionCounter:
@@ -130,15 +131,15 @@ def embedding_rows(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return torch.embedding(weight, ids) if rows is None else rows
 
 
+def sharing(kind: type[M], module: Module, **more: Any) -> M:
+    """Return a module of another class that shares the parameters and hooks of ``module``."""
+    other = kind.__new__(kind)
+    other.__dict__ = {**module.__dict__, **more}
+    return other
+
+
 class CompactEmbedding(Embedding):
     """A ``torch.nn.Embedding`` that reads rows of a compact weight without torch's dispatch; see ``as_parameter``."""
-
-    @classmethod
-    def of(cls, module: Embedding) -> CompactEmbedding:
-        """Return a compact embedding that shares the parameters and hooks of ``module``."""
-        embedding = cls.__new__(cls)
-        embedding.__dict__ = dict(module.__dict__)
-        return embedding
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if is_compact(self.weight) and not torch.compiler.is_compiling():

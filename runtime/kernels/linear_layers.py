@@ -9,7 +9,7 @@ import torch
 from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
 
-from hdtool.runtime.kernels.compact_weight import Stored, is_compact, stored_of
+from hdtool.runtime.kernels.compact_weight import Stored, is_compact, sharing, stored_of
 from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT16, FLOAT32
 from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE, matmul_of
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
@@ -32,13 +32,6 @@ class CompiledLinear(Linear):
     An output row is bitwise independent of other rows, the number of threads and how the weight is stored. With
     gradients, under autocast or for other dtypes, the layer behaves like ``torch.nn.Linear``.
     """
-
-    @classmethod
-    def of(cls, layer: Linear) -> CompiledLinear:
-        """Return a compiled layer that shares the parameters and hooks of ``layer``."""
-        compiled = cls.__new__(cls)
-        compiled.__dict__ = dict(layer.__dict__)
-        return compiled
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight
@@ -113,7 +106,7 @@ def compile_linear_layers(model: Module) -> None:
     for module in list(model.modules()):
         for name, layer in module._modules.items():
             if type(layer) is Linear and fits_compiled_matmul(layer):
-                module._modules[name] = compiled.setdefault(id(layer), CompiledLinear.of(layer))
+                module._modules[name] = compiled.setdefault(id(layer), sharing(CompiledLinear, layer))
 
 
 def has_compiled_layers(model: Module) -> bool:

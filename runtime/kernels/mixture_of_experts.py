@@ -15,7 +15,7 @@ from numba import types
 from torch.nn import Module
 from torch.nn.functional import silu
 
-from hdtool.runtime.kernels.compact_weight import is_compact, stored_of
+from hdtool.runtime.kernels.compact_weight import is_compact, sharing, stored_of
 from hdtool.runtime.kernels.compiled import Array, Record, array_at, compiled, copy_floats
 from hdtool.runtime.kernels.linear_layers import ORDINARY_TENSORS, format_of, is_readable
 from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE, MATMUL, matmul_of
@@ -309,12 +309,6 @@ def _has_pairs(module: Any) -> bool:
 class CompiledExperts(Module):
     """Compiled experts that share another module's parameters and fall back to that module's ``forward``."""
 
-    @classmethod
-    def of(cls, experts: Module) -> CompiledExperts:
-        compiled = cls.__new__(cls)
-        compiled.__dict__ = {**experts.__dict__, "_usual": type(experts)}
-        return compiled
-
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, routing_weights: torch.Tensor) -> torch.Tensor:
         if not self.takes(hidden):
             fallback: torch.Tensor = self.__dict__["_usual"].forward(self, hidden, chosen, routing_weights)
@@ -425,7 +419,7 @@ def compile_experts(model: Module) -> None:
         if kind not in same:
             same[kind] = _has_same_outputs(experts)
         if same[kind]:
-            module._modules["experts"] = CompiledExperts.of(experts)
+            module._modules["experts"] = sharing(CompiledExperts, experts, _usual=type(experts))
 
 
 @torch.inference_mode()
@@ -455,5 +449,5 @@ def _is_same(experts: Any, size: float) -> bool:
     hidden = torch.randn(3, matrices_of(experts.down_proj).shape[1], generator=random) * size
     chosen, routing_weights = torch.tensor([[0], [experts.num_experts - 1], [0]]), torch.tensor([[1.0], [0.5], [2.0]])
     expected = experts(hidden, chosen, routing_weights)
-    actual = CompiledExperts.of(experts)(hidden, chosen, routing_weights)
+    actual = sharing(CompiledExperts, experts, _usual=type(experts))(hidden, chosen, routing_weights)
     return actual.shape == expected.shape and torch.allclose(actual, expected, TOLERANCE, TOLERANCE * expected.std())

@@ -25,6 +25,7 @@ from hdtool.runtime.kernels.compact_weight import (
     expand_compact,
     is_compact,
     narrowed,
+    sharing,
 )
 from hdtool.runtime.kernels.compiled import return_free_memory
 from hdtool.runtime.kernels.gemm_tiles import MAX_TILE_ROWS, TILE_OUT_FEATURES
@@ -69,7 +70,7 @@ def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> Non
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if type(child) is Embedding and is_compact(child.weight):
-                module._modules[name] = CompactEmbedding.of(child)
+                module._modules[name] = sharing(CompactEmbedding, child)
     model.register_state_dict_post_hook(_expand_state)
     return_free_memory()
 

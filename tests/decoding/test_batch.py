@@ -12,9 +12,10 @@ from hdtool.data.errors import PromptError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft, WrappedDrafter
+from hdtool.runtime.core.prefix_cache import PIECES
 from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.session import PIECES, RESERVED_POSITIONS, Session, decode_batch
+from hdtool.runtime.core.session import RESERVED_POSITIONS, Session, decode_batch
 from hdtool.runtime.core.step import Step
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
@@ -133,7 +134,7 @@ class Counting(WrappedDrafter):
 def test_an_answer_that_ends_before_its_prompt_is_read_ends_its_drafter(
     is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hdtool.runtime.core.session.PIECES", (8, 8))
+    monkeypatch.setattr("hdtool.runtime.core.prefix_cache.PIECES", (8, 8))
     target = Target(model_of("llama"))
     drafter, prompt = Counting(NoDraft()), prompt_of(40)
     session = Session[int](target, target.allocate(2), max_new_tokens=5, in_pieces=True)

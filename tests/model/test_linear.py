@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hdtool.runtime.kernels import block_gemm, linear_layers as layers, panel_gemm
 from hdtool.runtime.kernels.block_gemm import BLOCK_OUT_FEATURES
+from hdtool.runtime.kernels.compact_weight import sharing
 from hdtool.runtime.kernels.compiled import zeroed_records
 from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, TILE_OUT_FEATURES, Operands, unpack_of
 from hdtool.runtime.kernels.linear_layers import (
@@ -281,7 +282,7 @@ def test_a_replaced_layer_keeps_parameters_hooks_and_sharing() -> None:
     ids=["one bias", "bias with gaps", "weight with gaps"],
 )
 def test_parameters_that_were_replaced_are_read_as_torch_reads_them(weight: torch.Tensor, bias: torch.Tensor) -> None:
-    layer = CompiledLinear.of(Linear(COLUMN_MULTIPLE, 3))
+    layer = sharing(CompiledLinear, Linear(COLUMN_MULTIPLE, 3))
     layer.weight, layer.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
     input = torch.rand(2, COLUMN_MULTIPLE)
     with torch.inference_mode():
@@ -291,14 +292,14 @@ def test_parameters_that_were_replaced_are_read_as_torch_reads_them(weight: torc
 @pytest.mark.parametrize("columns", [COLUMN_MULTIPLE, 3 * COLUMN_MULTIPLE])
 @pytest.mark.parametrize("out_features", [3, 1])
 def test_parameters_that_do_not_fit_are_refused_by_torch(columns: int, out_features: int) -> None:
-    layer = CompiledLinear.of(Linear(2 * COLUMN_MULTIPLE, 3))
+    layer = sharing(CompiledLinear, Linear(2 * COLUMN_MULTIPLE, 3))
     layer.weight, layer.bias = torch.nn.Parameter(torch.ones(out_features, columns)), torch.nn.Parameter(torch.ones(2))
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"size|shape"):
         layer(torch.rand(2, 2 * COLUMN_MULTIPLE))
 
 
 def test_a_layer_may_be_traced_and_compiled_by_torch() -> None:
-    layer, inputs = CompiledLinear.of(Linear(COLUMN_MULTIPLE, 3)), torch.rand(2, 5, COLUMN_MULTIPLE)
+    layer, inputs = sharing(CompiledLinear, Linear(COLUMN_MULTIPLE, 3)), torch.rand(2, 5, COLUMN_MULTIPLE)
     with torch.no_grad():
         for made in (
             torch.jit.trace(layer, (inputs[0],)),

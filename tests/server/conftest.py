@@ -53,7 +53,7 @@ def loaded(model: Path) -> Loaded:
     return load(ModelConfig(str(model), threads=1))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     import openai
 

@@ -266,14 +266,6 @@ def server(calling: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         assert "Traceback" not in running.log, running.log
 
 
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    import openai
-
-    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
-        yield client
-
-
 def asked(
     client: openai.OpenAI, messages: list[Row], *, stream: bool = False, **options: Any
 ) -> tuple[str, list[Any], str]:
