@@ -17,7 +17,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.draft_sources import PLUGINS, unregister
 from hdtool.runtime.drafters import drafter_factory
 from tests.command_reference import COMMANDS, PAGE, render
-from tests.support.project import FILES, ROOT
+from tests.support.project import FILES, ROOT, blocks_of
 
 DOCS = ROOT / "docs"
 PAGES = sorted(ROOT.glob("*.md")) + sorted(DOCS.rglob("*.md"))
@@ -51,7 +51,7 @@ def test_the_architecture_page_has_a_line_for_every_part() -> None:
 
 def test_the_architecture_page_quotes_the_loop() -> None:
     page = (DOCS / "dev" / "architecture.md").read_text(encoding="utf-8")
-    quoted = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    quoted = blocks_of(page, "python")
     code = _without_space((ROOT / "runtime" / "core" / "session.py").read_text(encoding="utf-8"))
     assert len(quoted) == 3
     for part in quoted:
@@ -157,7 +157,7 @@ def test_the_programs_of_the_python_page_run(
     page = (DOCS / "guides" / "python.md").read_text(encoding="utf-8")
     names: dict[str, object] = {}
     try:
-        for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        for program in blocks_of(page, "python"):
             exec(program, names)
     finally:
         for number in PLUGINS:
@@ -169,14 +169,14 @@ def test_the_programs_of_the_python_page_run(
 
 def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (program,) = blocks_of(readme, "python")
     exec(program.replace('"smollm2"', '"embedded"'), {})  # SmolLM2's package may not be installed
     assert re.search(r"\d+ tokens in \d+ steps\n", capsys.readouterr().out)
 
 
 def test_the_example_of_a_source_in_the_reference_registers() -> None:
     page = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"```python\n(from hdtool import DecodeConfig, Source, register.*?)```", page, re.DOTALL)
+    (program,) = [block for block in blocks_of(page, "python") if "import DecodeConfig, Source, register" in block]
     names: dict[str, Any] = {}
     try:
         exec(program, names)

@@ -14,14 +14,12 @@ from typer.main import get_command
 import hdtool
 from hdtool.cli.app import VLLM_COMMAND, app, run
 from hdtool.runtime.config.draft_sources import ENTRY_POINTS
-from tests.support.project import ROOT
+from tests.support.project import FENCED, ROOT, blocks_of
 
 WRITTEN = ROOT / "docs" / "reference" / "commands.md"
 """The page that is written from the help itself."""
 PAGES = [path for path in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))) if path != WRITTEN]
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-"""A block of code: its language, and its lines."""
 SHELLS = ("", "console")
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 PLACEHOLDER = "COMMAND"
@@ -50,7 +48,7 @@ def options_of(command: str) -> frozenset[str]:
 def wrong_commands(text: str) -> Iterator[str]:
     """Yield what a page shows as a command of hdtool and what is none, and options that a command doesn't have."""
     text = text.replace("\\\n", " ")
-    blocks = [block for language, block in FENCED.findall(text) if language in SHELLS]
+    blocks = [block for language in SHELLS for block in blocks_of(text, language)]
     lines = [part for block in blocks for line in block.splitlines() for part in re.split(r"&&|;|\|", line)]
     lines += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", FENCED.sub("", text))]
     for line in lines:

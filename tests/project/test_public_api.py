@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 import tomllib
@@ -17,7 +16,7 @@ from hdtool.data import demo
 from hdtool.data.errors import StoreError
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
-from tests.support.project import ROOT
+from tests.support.project import ROOT, blocks_of
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -39,7 +38,7 @@ def test_the_programs_of_the_docs_import_public_names() -> None:
     programs = [
         program
         for page in PAGES
-        for program in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+        for program in blocks_of(page.read_text("utf-8"), "python")
         if "from hdtool import" in program
     ]
     imports = [
