@@ -18,6 +18,7 @@ from hdtool.runtime.kernels.int8_dot_products import PANEL_ROWS, PART, QUAD, Pan
 from hdtool.runtime.kernels.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, panel_tile, quantize_row
 from hdtool.runtime.kernels.matmul_choice import PREPARE, PREPARED_COLUMNS, TILES, Kernels
 from hdtool.runtime.kernels.matrix_formats import FORMAT_OF_TYPE, BlockFormat, MatrixKind, by_rows, type_of
+from hdtool.runtime.kernels.packed_matrix import weight_memory
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
 _tile_by_rows = by_rows({rows: panel_tile(rows) for rows in range(1, INT8_TILE_ROWS + 1)})
@@ -90,7 +91,7 @@ class Panels:
         form = panel_format(format)
         count = -(-out_features // PANEL_ROWS)
         self.matmul = int8_matmul_of(format.kind).address
-        self.memory = torch.empty(count, form.bytes(columns), dtype=torch.uint8)
+        self.memory = weight_memory(count * form.bytes(columns)).view(count, -1)
         rows, written = blocks.numpy().reshape(out_features, -1, format.bytes), self.memory.numpy()
         step = max(1, MAX_CHUNK_BYTES // (PANEL_ROWS * blocks.shape[1]))
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hdtool.data.memory import HUGE_PAGE, mapped_memory
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.gemm_tiles import unpack_matrix
 from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE
@@ -25,6 +26,13 @@ MADV_PAGEOUT = 21
 ATEN = torch.ops.aten
 ROW_ARGUMENTS = {ATEN.embedding.default: 1, ATEN.index.Tensor: 1, ATEN.index_select.default: 2}
 """Position of the index argument in each operation that gathers rows of its first argument."""
+
+
+def weight_memory(size: int) -> torch.Tensor:
+    """Return ``size`` bytes of memory for a weight, in huge pages if the size is at least that of one."""
+    if size < HUGE_PAGE:
+        return torch.empty(size, dtype=torch.uint8)
+    return torch.frombuffer(mapped_memory(size, huge_pages=True), dtype=torch.uint8)
 
 
 class PackedMatrix:

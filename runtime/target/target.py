@@ -147,7 +147,7 @@ class Target(BackendEngine):
         twin = Target(self.model, facts=self.facts)
         if self.compiled and twin.compile(proved=True) and self.compiled.activations_are_int8:
             assert twin.compiled
-            twin.compiled.use_int8_activations()
+            twin.compiled.use_int8_activations(self.compiled)
         return twin
 
     def use_compiled(self, compiled: CompiledModel | None) -> None:

@@ -19,11 +19,10 @@ import numpy.typing as npt
 import torch
 
 from hdtool.data.errors import ModelError
-from hdtool.data.memory import HUGE_PAGE, mapped_memory
 from hdtool.runtime.kernels.compact_weight import CompactWeight, expand_compact
 from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_NAME
-from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
+from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix, weight_memory
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.weights.stored_pieces import Piece
 
@@ -182,7 +181,7 @@ class WeightStore(Mapping[str, StoredWeight]):
         order = np.arange(total) if weight.order is None else weight.order
         places = np.argsort(order)
         row_bytes, start = first.bytes // first.rows, 0
-        rows = _memory(len(order) * row_bytes).view(-1, row_bytes)
+        rows = weight_memory(len(order) * row_bytes).view(-1, row_bytes)
         for piece in weight.pieces:  # one by one, which needs little temporary memory
             below, end = np.searchsorted(order, (start, start + piece.rows), sorter=places)
             own, content = places[below:end], self._bytes(piece).view(piece.rows, -1).numpy()
@@ -199,7 +198,7 @@ class WeightStore(Mapping[str, StoredWeight]):
         return expanded_blocks(content.view(rows, -1), piece.format).view(piece.shape)
 
     def _bytes(self, piece: Piece) -> torch.Tensor:
-        content = _memory(piece.bytes)
+        content = weight_memory(piece.bytes)
         memory, done = memoryview(cast(Any, content.numpy())), 0
         try:
             with piece.file.open("rb", buffering=0) as stream:
@@ -215,13 +214,6 @@ class WeightStore(Mapping[str, StoredWeight]):
         if done < piece.bytes:
             raise ModelError(f"{self.source} was changed while it was read: run the command again")
         return content
-
-
-def _memory(size: int) -> torch.Tensor:
-    """Return ``size`` bytes of memory for a weight, in huge pages if the size is at least that of one."""
-    if size < HUGE_PAGE:
-        return torch.empty(size, dtype=torch.uint8)
-    return torch.frombuffer(mapped_memory(size, huge_pages=True), dtype=torch.uint8)
 
 
 def _as_slice(numbers: npt.NDArray[np.int64]) -> Any:

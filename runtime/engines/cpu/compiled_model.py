@@ -72,13 +72,15 @@ class CompiledModel(Backend):
         self._memory = self._recorded.memory() if is_same else []
         """References that keep the weights' memory alive if weights are replaced during an answer."""
 
-    def use_int8_activations(self) -> bool:
+    def use_int8_activations(self, like: CompiledModel | None = None) -> bool:
         """Multiply packed weights by 8-bit activations from now on; return True if the model has packed weights.
+
+        The memory of ``like``, which computes the same model that way, is shared.
 
         Rounding to 8 bits amplifies small differences, so a row's result must not depend, bit for bit, on the other
         rows in the pass; compiled passes guarantee this.
         """
-        return self.table.use_int8_activations()
+        return self.table.use_int8_activations(like.table if like else None)
 
     @property
     def activations_are_int8(self) -> bool:

@@ -129,12 +129,13 @@ class WeightTable:
         self.watches_hidden, self.watched = True, layers
         self.version += 1
 
-    def use_int8_activations(self) -> bool:
+    def use_int8_activations(self, like: WeightTable | None = None) -> bool:
         """Multiply packed weights by 8-bit activations from now on; return True if the model has packed weights.
 
-        Packed weights are copied into panels, and their own memory is paged out. Other matmuls, such as an unquantized
-        output layer, keep float32.
+        Packed weights are copied into panels, unless ``like``, another table of the model, has them, and their own
+        memory is paged out. Other matmuls, such as an unquantized output layer, keep float32.
         """
+        self._panels |= like._panels if like else {}
         input_rows = [MatmulRows.whole(self._parts.inputs.projection)] if self._parts.inputs else []
         layer_rows = [rows for part in self._parts.layers for rows in matmuls_of(part).values()]
         adapter_rows = [rows for part in self._parts.layers for pair in adapters_of(part).values() for rows in pair]
@@ -145,8 +146,9 @@ class WeightTable:
                 stored.page_out()
         for part in self._parts.layers:
             for stored in packed_experts(part):
-                self._panels[stored.data_ptr()] = Panels(stored.blocks, stored.format)
-                stored.page_out()
+                if stored.data_ptr() not in self._panels:
+                    self._panels[stored.data_ptr()] = Panels(stored.blocks, stored.format)
+                    stored.page_out()
         self._fill()
         return bool(self._panels)
 
