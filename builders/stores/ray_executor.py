@@ -19,15 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hdtool.builders.stores.build_executor import (
-    SEQUENCE_LENGTHS,
-    SORT_MEMORY_FACTOR,
-    BuildExecutor,
-    ShardFiles,
-    SortedShard,
-    sequence_groups,
-    sort_shard,
-)
+from hdtool.builders.stores.build_executor import SEQUENCE_LENGTHS, BuildExecutor, sequence_groups
 from hdtool.builders.stores.frequent_sequences import (
     TOKENIZER_BATCH,
     CountedDocuments,
@@ -37,6 +29,7 @@ from hdtool.builders.stores.frequent_sequences import (
     most_frequent_in_part,
     part_count,
 )
+from hdtool.builders.stores.suffix_array import SORT_MEMORY_FACTOR, ShardFiles, SortedShard, sort_shard
 from hdtool.data.documents import Document, Tokens, token_type
 from hdtool.data.errors import ClusterError, HdtoolError, error_reason, install_command
 from hdtool.data.isolated_processes import isolated_children

@@ -17,7 +17,6 @@ from hdtool.runtime.model.transformers_internals import last_logits_only, passes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 HIGHER_PRECISION = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 """Maps each dtype to the next one of much higher precision; float64 has none."""
 

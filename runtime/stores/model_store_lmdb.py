@@ -38,7 +38,6 @@ MAX_PREFIX_TOKENS = 4
 PHRASE_TOKENS = 4
 """Number of tokens in a phrase, without the token before it."""
 
-
 RECORD_PART = "record"
 DOCUMENT_KIND = 0
 NGRAM_KINDS = range(1, MAX_PREFIX_TOKENS + 2)

@@ -47,15 +47,9 @@ def test_processes_begin_isolated() -> None:
     for path in FILES:
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(function, ast.FunctionDef) and any(map(BEGINS.match, names := calls(function))):
-                beginning.add(path.name)
+                beginning.add(path.stem)
                 assert names & GUARDS, f"{path}, {function.name}: data/isolated_processes.py says how a process begins"
-    assert beginning == {
-        "build_executor.py",
-        "compile_process.py",
-        "ray_executor.py",
-        "start_vllm.py",
-        "worker_pool.py",
-    }
+    assert beginning == {"build_executor", "compile_process", "ray_executor", "start_vllm", "worker_pool"}
 
 
 def test_an_isolated_python_leaves_the_current_folder_alone(traps: Traps) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hdtool.builders.stores.build_executor import BuildExecutor, suffix_array
+from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index
+from hdtool.builders.stores.suffix_array import suffix_array
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import TokenizerFingerprint
