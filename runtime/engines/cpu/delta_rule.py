@@ -171,53 +171,53 @@ def scratch_size(mixer: Record) -> int:
 
 
 @compiled
-def grouped_at(mixer: Record, rows: int, at: DeltaRows) -> tuple[int, int]:
+def grouped_at(mixer: Record, rows: int, rows_at: DeltaRows) -> tuple[int, int]:
     """Return the addresses of the outputs of two matmuls grouped by key head; see ``spread_inputs``."""
     values = mixer.heads * mixer.value_width
-    inputs = at.mixed + rows * values * ITEM_SIZE
+    inputs = rows_at.mixed + rows * values * ITEM_SIZE
     return inputs, inputs + rows * (mixer.convolution.channels + values) * ITEM_SIZE
 
 
 @compiled
-def separate_at(mixer: Record, rows: int, at: DeltaRows) -> tuple[int, int, int]:
+def separate_at(mixer: Record, rows: int, rows_at: DeltaRows) -> tuple[int, int, int]:
     """Return the addresses of queries, keys and values that come from separate matmuls."""
     size = rows * mixer.key_heads * mixer.key_width * ITEM_SIZE
-    return at.convolved, at.convolved + size, at.convolved + 2 * size
+    return rows_at.convolved, rows_at.convolved + size, rows_at.convolved + 2 * size
 
 
 @compiled
-def join_inputs(mixer: Record, rows: int, at: DeltaRows, row: int) -> None:
+def join_inputs(mixer: Record, rows: int, rows_at: DeltaRows, row: int) -> None:
     """Copy a row's queries, keys and values next to each other."""
-    queries, keys, values = separate_at(mixer, rows, at)
+    queries, keys, values = separate_at(mixer, rows, rows_at)
     width, size = mixer.key_heads * mixer.key_width, mixer.heads * mixer.value_width
-    written = at.inputs + row * mixer.convolution.channels * ITEM_SIZE
+    written = rows_at.inputs + row * mixer.convolution.channels * ITEM_SIZE
     copy_floats(queries + row * width * ITEM_SIZE, width, written)
     copy_floats(keys + row * width * ITEM_SIZE, width, written + width * ITEM_SIZE)
     copy_floats(values + row * size * ITEM_SIZE, size, written + 2 * width * ITEM_SIZE)
 
 
 @compiled
-def spread_inputs(mixer: Record, rows: int, at: DeltaRows, row: int) -> None:
+def spread_inputs(mixer: Record, rows: int, rows_at: DeltaRows, row: int) -> None:
     """Regroup a row's inputs by kind instead of by key head.
 
     For each key head, the first matmul gives a query, a key, values and gates, and the second write strengths and time
     steps. Queries, keys and values are written next to each other.
     """
-    inputs, scores = grouped_at(mixer, rows, at)
+    inputs, scores = grouped_at(mixer, rows, rows_at)
     heads, width, states = mixer.key_heads, mixer.key_width, mixer.heads
     heads_per_key = states // heads
     values, keys = heads_per_key * mixer.value_width, heads * width
-    written = at.inputs + row * mixer.convolution.channels * ITEM_SIZE
+    written = rows_at.inputs + row * mixer.convolution.channels * ITEM_SIZE
     for head in range(heads):
         read = inputs + (row * heads + head) * 2 * (width + values) * ITEM_SIZE
         copy_floats(read, width, written + head * width * ITEM_SIZE)
         copy_floats(read + width * ITEM_SIZE, width, written + (keys + head * width) * ITEM_SIZE)
         read += 2 * width * ITEM_SIZE
         copy_floats(read, values, written + (2 * keys + head * values) * ITEM_SIZE)
-        copy_floats(read + values * ITEM_SIZE, values, at.gates + (row * heads + head) * values * ITEM_SIZE)
+        copy_floats(read + values * ITEM_SIZE, values, rows_at.gates + (row * heads + head) * values * ITEM_SIZE)
         offset = (row * states + head * heads_per_key) * ITEM_SIZE
-        copy_floats(scores + 2 * offset, heads_per_key, at.strengths + offset)
-        copy_floats(scores + 2 * offset + heads_per_key * ITEM_SIZE, heads_per_key, at.steps + offset)
+        copy_floats(scores + 2 * offset, heads_per_key, rows_at.strengths + offset)
+        copy_floats(scores + 2 * offset + heads_per_key * ITEM_SIZE, heads_per_key, rows_at.steps + offset)
 
 
 @compiled
@@ -239,22 +239,23 @@ def _write_channel_decays(mixer: Record, steps: int, decays: int) -> None:
 
 
 @compiled
-def prepare_delta(pass_record: Record, mixer: Record, at: DeltaRows, row: int, windows: int) -> None:
+def prepare_delta(pass_record: Record, mixer: Record, rows_at: DeltaRows, row: int, windows: int) -> None:
     """Convolve a row, normalize its queries and keys, and compute its decays and write strengths."""
     if is_padding(pass_record, row):
         return
     channels, heads, width, states = mixer.convolution.channels, mixer.key_heads, mixer.key_width, mixer.heads
-    convolved, size = at.convolved + row * channels * ITEM_SIZE, width * ITEM_SIZE
-    convolve(pass_record, mixer.convolution, row, at.inputs, channels, windows, convolved)
+    convolved, size = rows_at.convolved + row * channels * ITEM_SIZE, width * ITEM_SIZE
+    convolve(pass_record, mixer.convolution, row, rows_at.inputs, channels, windows, convolved)
     silu_of(convolved, channels)
     factor = np.float32(1 / np.sqrt(width))
     for head in range(heads):
         unit_row(convolved + head * size, width, EPSILON, factor, convolved + head * size)
-        unit_row(convolved + (heads + head) * size, width, EPSILON, ONE, at.keys + (row * heads + head) * size)
+        unit_row(convolved + (heads + head) * size, width, EPSILON, ONE, rows_at.keys + (row * heads + head) * size)
     decay_bytes = states * mixer.delta.decay_width * ITEM_SIZE
-    steps, decays = at.steps + row * decay_bytes, at.decays + row * decay_bytes
+    steps, decays = rows_at.steps + row * decay_bytes, rows_at.decays + row * decay_bytes
     time_steps, forgets = array_at(steps, (states,), types.float32), array_at(decays, (states,), types.float32)
-    learns, strength = array_at(at.strengths + row * states * ITEM_SIZE, (states,), types.float32), mixer.delta.strength
+    learns = array_at(rows_at.strengths + row * states * ITEM_SIZE, (states,), types.float32)
+    strength = mixer.delta.strength
     if mixer.delta.decay_width > 1:
         _write_channel_decays(mixer, steps, decays)
     for head in range(states):
@@ -278,7 +279,7 @@ def _shape(mixer: Record, column: int) -> int:
 
 
 @compiled
-def recur_delta(pass_record: Record, mixer: Record, at: DeltaRows, slot: int, head: int, buffers: int) -> None:
+def recur_delta(pass_record: Record, mixer: Record, rows_at: DeltaRows, slot: int, head: int, buffers: int) -> None:
     """Compute one head for all rows of a sequence, and write each row's change.
 
     The outer product of a row's key and its change is added to the row's state. If the pass ``advances``, the
@@ -300,13 +301,13 @@ def recur_delta(pass_record: Record, mixer: Record, at: DeltaRows, slot: int, he
             row = slot * new + slot_row
             source, into = origins[slot_row].source, buffers + origins[slot_row].target * size
             read, stride = (before, values) if source == BEFORE else (buffers + source * size, block)
-            query = at.convolved + (row * channels + key_head * width) * ITEM_SIZE
-            key = at.keys + (row * key_heads + key_head) * width * ITEM_SIZE
-            value = at.convolved + (row * channels + 2 * key_heads * width + head * values + column) * ITEM_SIZE
+            query = rows_at.convolved + (row * channels + key_head * width) * ITEM_SIZE
+            key = rows_at.keys + (row * key_heads + key_head) * width * ITEM_SIZE
+            value = rows_at.convolved + (row * channels + 2 * key_heads * width + head * values + column) * ITEM_SIZE
             offset = ((row * heads + head) * values + column) * ITEM_SIZE
-            decay = at.decays + (row * heads + head) * decay_width * ITEM_SIZE
-            strength = array_at(at.strengths + (row * heads + head) * ITEM_SIZE, (1,), types.float32)[0]
-            change, out = at.changes + offset, at.mixed + offset
+            decay = rows_at.decays + (row * heads + head) * decay_width * ITEM_SIZE
+            strength = array_at(rows_at.strengths + (row * heads + head) * ITEM_SIZE, (1,), types.float32)[0]
+            change, out = rows_at.changes + offset, rows_at.mixed + offset
             _recall(read, stride, 0, 0, 0, key, width, decay, 0, out, shape)
             _change(value, out, block, strength, change)
             _learn(read, stride, into, block, key, query, width, decay, change, out, shape)
@@ -318,13 +319,13 @@ def recur_delta(pass_record: Record, mixer: Record, at: DeltaRows, slot: int, he
 
 
 @compiled
-def gate_delta(pass_record: Record, mixer: Record, at: DeltaRows, row: int) -> None:
+def gate_delta(pass_record: Record, mixer: Record, rows_at: DeltaRows, row: int) -> None:
     """Normalize each head's output for one row and multiply it by the head's gate, in place.
 
     A gate is a sigmoid in a delta attention and a SiLU otherwise.
     """
     values, size = mixer.value_width, mixer.heads * mixer.value_width
-    gates, mixed = at.gates + row * size * ITEM_SIZE, at.mixed + row * size * ITEM_SIZE
+    gates, mixed = rows_at.gates + row * size * ITEM_SIZE, rows_at.mixed + row * size * ITEM_SIZE
     if is_padding(pass_record, row):
         clear_floats(mixed, size)
         return
@@ -340,7 +341,7 @@ def gate_delta(pass_record: Record, mixer: Record, at: DeltaRows, row: int) -> N
 
 @compiled
 def replay_delta(
-    pass_record: Record, mixer: Record, at: DeltaRows, slot: int, head: int, path: Ints, unread: int
+    pass_record: Record, mixer: Record, rows_at: DeltaRows, slot: int, head: int, path: Ints, unread: int
 ) -> None:
     """Advance one head's state along a path of a sequence's rows, by replaying the kept keys, decays and changes.
 
@@ -356,8 +357,8 @@ def replay_delta(
         into = state + column * ITEM_SIZE
         for slot_row in path:
             row = slot * pass_record.new + slot_row
-            key = at.keys + (row * key_heads + key_head) * width * ITEM_SIZE
-            change = at.changes + ((row * heads + head) * values + column) * ITEM_SIZE
-            decay = at.decays + (row * heads + head) * decay_width * ITEM_SIZE
+            key = rows_at.keys + (row * key_heads + key_head) * width * ITEM_SIZE
+            change = rows_at.changes + ((row * heads + head) * values + column) * ITEM_SIZE
+            decay = rows_at.decays + (row * heads + head) * decay_width * ITEM_SIZE
             _learn(into, values, into, values, key, key, width, decay, change, unread, shape)
         column += LANES * max(1, shape)

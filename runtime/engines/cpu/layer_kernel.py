@@ -167,14 +167,14 @@ def _append(pass_record: Record, attention: Record, queries: int, keys: int, val
 
 
 @compiled
-def _prepare_heads(pass_record: Record, attention: Record, norm: Record, row: int, heads: int, at: int) -> None:
+def _prepare_heads(pass_record: Record, attention: Record, norm: Record, row: int, heads: int, heads_at: int) -> None:
     """Normalize and rotate a row's queries or keys in place."""
     width = attention.width
     if norm.weight:
         normed_rows, columns = (1, heads * width) if pass_record.norms_all_heads else (heads, width)
-        apply_norm(pass_record, norm, pass_record.epsilon, at, normed_rows, columns, at)
+        apply_norm(pass_record, norm, pass_record.epsilon, heads_at, normed_rows, columns, heads_at)
     if attention.rotary >= 0:
-        for head_at in range(at, at + heads * width * ITEM_SIZE, width * ITEM_SIZE):
+        for head_at in range(heads_at, heads_at + heads * width * ITEM_SIZE, width * ITEM_SIZE):
             rotate(pass_record, attention, row, head_at, attention.rotary_width, head_at)
 
 

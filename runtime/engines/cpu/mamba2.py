@@ -93,19 +93,19 @@ def kept_size(mixer: Record) -> int:
 
 
 @compiled
-def prepare_scan(pass_record: Record, mixer: Record, at: ScanRows, row: int, windows: int) -> None:
+def prepare_scan(pass_record: Record, mixer: Record, rows_at: ScanRows, row: int, windows: int) -> None:
     """Convolve a row, and compute its keys, its decays and the products of its values and time steps."""
     if is_padding(pass_record, row):
         return
     channels, heads, width = mixer.convolution.channels, mixer.heads, mixer.value_width
     inner, stride, keys = heads * width, projected_size(mixer), mixer.key_heads * mixer.key_width
-    convolved, values = at.convolved + row * channels * ITEM_SIZE, at.values + row * inner * ITEM_SIZE
-    convolve(pass_record, mixer.convolution, row, at.projected + inner * ITEM_SIZE, stride, windows, convolved)
+    convolved, values = rows_at.convolved + row * channels * ITEM_SIZE, rows_at.values + row * inner * ITEM_SIZE
+    convolve(pass_record, mixer.convolution, row, rows_at.projected + inner * ITEM_SIZE, stride, windows, convolved)
     silu_of(convolved, channels)
     copy_floats(convolved, inner, values)
-    copy_floats(convolved + inner * ITEM_SIZE, keys, at.keys + row * keys * ITEM_SIZE)
-    time_steps = array_at(at.projected + (row * stride + inner + channels) * ITEM_SIZE, (heads,), types.float32)
-    forgets = array_at(at.decays + row * heads * ITEM_SIZE, (heads,), types.float32)
+    copy_floats(convolved + inner * ITEM_SIZE, keys, rows_at.keys + row * keys * ITEM_SIZE)
+    time_steps = array_at(rows_at.projected + (row * stride + inner + channels) * ITEM_SIZE, (heads,), types.float32)
+    forgets = array_at(rows_at.decays + row * heads * ITEM_SIZE, (heads,), types.float32)
     for head in range(heads):
         step = step_of(mixer, head, time_steps[head])
         if pass_record.advances and step < mixer.scan.min_step:
@@ -121,7 +121,7 @@ def state_size(mixer: Record) -> int:
 
 
 @compiled
-def recur_scan(pass_record: Record, mixer: Record, at: ScanRows, slot: int, head: int, buffers: int) -> None:
+def recur_scan(pass_record: Record, mixer: Record, rows_at: ScanRows, slot: int, head: int, buffers: int) -> None:
     """Compute one head for all rows of a sequence; if the pass ``advances``, also update the sequence's state."""
     channels, key_heads, width, height = mixer.convolution.channels, mixer.key_heads, mixer.key_width, mixer.value_width
     heads, new = mixer.heads, pass_record.new
@@ -137,23 +137,23 @@ def recur_scan(pass_record: Record, mixer: Record, at: ScanRows, slot: int, head
             row = slot * new + slot_row
             source, into = origins[slot_row].source, buffers + origins[slot_row].target * size
             read = before if source == BEFORE else buffers + source * size
-            key = at.keys + (row * key_heads + key_head) * width * ITEM_SIZE
-            query = at.convolved + (row * channels + heads * height + (key_heads + key_head) * width) * ITEM_SIZE
+            key = rows_at.keys + (row * key_heads + key_head) * width * ITEM_SIZE
+            query = rows_at.convolved + (row * channels + heads * height + (key_heads + key_head) * width) * ITEM_SIZE
             offset = ((row * heads + head) * height + first) * ITEM_SIZE
-            decay = array_at(at.decays + (row * heads + head) * ITEM_SIZE, (1,), types.float32)[0]
-            _scan(read, into, key, query, width, at.values + offset, decay, at.mixed + offset)
-            unscaled = at.convolved + (row * channels + head * height + first) * ITEM_SIZE
-            _add_scaled(at.mixed + offset, unscaled, LANES, skip)
+            decay = array_at(rows_at.decays + (row * heads + head) * ITEM_SIZE, (1,), types.float32)[0]
+            _scan(read, into, key, query, width, rows_at.values + offset, decay, rows_at.mixed + offset)
+            unscaled = rows_at.convolved + (row * channels + head * height + first) * ITEM_SIZE
+            _add_scaled(rows_at.mixed + offset, unscaled, LANES, skip)
             last = into
         if pass_record.advances:
             copy_floats(last, LANES * width, before)
 
 
 @compiled
-def gate_scan(pass_record: Record, mixer: Record, at: ScanRows, row: int) -> None:
+def gate_scan(pass_record: Record, mixer: Record, rows_at: ScanRows, row: int) -> None:
     """Multiply a row's output by its gate, and normalize each group of heads before or after, if there is a norm."""
     inner = mixer.heads * mixer.value_width
-    gates, mixed = at.projected + row * projected_size(mixer) * ITEM_SIZE, at.mixed + row * inner * ITEM_SIZE
+    gates, mixed = rows_at.projected + row * projected_size(mixer) * ITEM_SIZE, rows_at.mixed + row * inner * ITEM_SIZE
     if is_padding(pass_record, row):
         clear_floats(mixed, inner)
         return
@@ -177,7 +177,7 @@ def _norm_groups(mixer: Record, read: int, written: int) -> None:
 
 @compiled
 def replay_scan(
-    pass_record: Record, mixer: Record, at: ScanRows, slot: int, head: int, path: Ints, unread: int
+    pass_record: Record, mixer: Record, rows_at: ScanRows, slot: int, head: int, path: Ints, unread: int
 ) -> None:
     """Advance one head's state along a path of a sequence's rows, by replaying the kept values, keys and decays.
 
@@ -190,7 +190,7 @@ def replay_scan(
         into = state + first * width * ITEM_SIZE
         for slot_row in path:
             row = slot * pass_record.new + slot_row
-            key = at.keys + (row * key_heads + key_head) * width * ITEM_SIZE
-            value = at.values + ((row * heads + head) * height + first) * ITEM_SIZE
-            decay = array_at(at.decays + (row * heads + head) * ITEM_SIZE, (1,), types.float32)[0]
+            key = rows_at.keys + (row * key_heads + key_head) * width * ITEM_SIZE
+            value = rows_at.values + ((row * heads + head) * height + first) * ITEM_SIZE
+            decay = array_at(rows_at.decays + (row * heads + head) * ITEM_SIZE, (1,), types.float32)[0]
             _scan(into, into, key, key, width, value, decay, unread)

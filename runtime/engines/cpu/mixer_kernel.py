@@ -97,24 +97,24 @@ def _compute_delta(
     pass_record: Record, mixer: Record, step: int, scratch: int, kept: int, path_at: int, first: int, end: int
 ) -> None:
     rows, heads = pass_record.total_rows, mixer.heads
-    at = delta_rule.delta_rows(mixer, rows, kept, _work_at(pass_record, scratch))
+    rows_at = delta_rule.delta_rows(mixer, rows, kept, _work_at(pass_record, scratch))
     if step == REPLAY:
         (slot, path), unread = _path_at(path_at), _part_buffers(pass_record, scratch, first, heads)
         for head in range(first, end):
-            delta_rule.replay_delta(pass_record, mixer, at, slot, head, path, unread)
+            delta_rule.replay_delta(pass_record, mixer, rows_at, slot, head, path, unread)
         return
     buffers = _part_buffers(pass_record, scratch, first, pass_record.slots * heads)
     for unit in range(first, end):
         if step == ARRANGE and mixer.delta.steps.kernels:
-            delta_rule.join_inputs(mixer, rows, at, unit)
+            delta_rule.join_inputs(mixer, rows, rows_at, unit)
         elif step == ARRANGE:
-            delta_rule.spread_inputs(mixer, rows, at, unit)
+            delta_rule.spread_inputs(mixer, rows, rows_at, unit)
         elif step == PREPARE:
-            delta_rule.prepare_delta(pass_record, mixer, at, unit, scratch)
+            delta_rule.prepare_delta(pass_record, mixer, rows_at, unit, scratch)
         elif step == RECUR:
-            delta_rule.recur_delta(pass_record, mixer, at, unit // heads, unit % heads, buffers)
+            delta_rule.recur_delta(pass_record, mixer, rows_at, unit // heads, unit % heads, buffers)
         else:
-            delta_rule.gate_delta(pass_record, mixer, at, unit)
+            delta_rule.gate_delta(pass_record, mixer, rows_at, unit)
 
 
 @compiled
@@ -258,25 +258,25 @@ def mix(pass_record: Record, layer: Record, read: int, rows: int, scratch: int, 
 def _multiply_for_delta(pass_record: Record, layer: Record, read: int, rows: int, scratch: int, kept: int) -> int:
     """Compute the matmuls before a delta rule; return the address to which the rule writes its outputs."""
     mixer, delta = layer.mixer, layer.mixer.delta
-    at = delta_rule.delta_rows(mixer, rows, kept, _work_at(pass_record, scratch))
+    rows_at = delta_rule.delta_rows(mixer, rows, kept, _work_at(pass_record, scratch))
     if not delta.steps.kernels:
-        inputs, scores = delta_rule.grouped_at(mixer, rows, at)
+        inputs, scores = delta_rule.grouped_at(mixer, rows, rows_at)
         multiply(pass_record, mixer.inputs, read, rows, inputs)
         multiply(pass_record, delta.strengths, read, rows, scores)
     elif delta.keys.kernels:
-        queries, keys, values = delta_rule.separate_at(mixer, rows, at)
+        queries, keys, values = delta_rule.separate_at(mixer, rows, rows_at)
         multiply(pass_record, mixer.inputs, read, rows, queries)
         multiply(pass_record, delta.keys, read, rows, keys)
         multiply(pass_record, delta.values, read, rows, values)
     else:
-        multiply(pass_record, mixer.inputs, read, rows, at.inputs)
+        multiply(pass_record, mixer.inputs, read, rows, rows_at.inputs)
     if not delta.steps.kernels or delta.keys.kernels:
         _compute(pass_record, layer, ARRANGE, scratch, kept, 0, rows, rows * mixer.convolution.channels)
     if delta.steps.kernels:
-        _multiply_twice(pass_record, delta.gate_input, delta.gates, read, rows, at.mixed, at.gates)
-        multiply(pass_record, delta.strengths, read, rows, at.strengths)
-        _multiply_twice(pass_record, delta.decay_input, delta.steps, read, rows, at.mixed, at.steps)
-    return at.mixed
+        _multiply_twice(pass_record, delta.gate_input, delta.gates, read, rows, rows_at.mixed, rows_at.gates)
+        multiply(pass_record, delta.strengths, read, rows, rows_at.strengths)
+        _multiply_twice(pass_record, delta.decay_input, delta.steps, read, rows, rows_at.mixed, rows_at.steps)
+    return rows_at.mixed
 
 
 @compiled

@@ -310,7 +310,7 @@ NODES, LENGTH, WALKS, HEADER = range(1, 5)
 
 @compiled
 def compute_trees(
-    at: int,
+    pass_at: int,
     thread_pool: int,
     slots: int,
     tokens: Array,
@@ -321,14 +321,14 @@ def compute_trees(
     ranks: bool,
     advances: bool,
 ) -> bool:
-    """Compute a pass over one tree in each of the first slots, padded to ``min_rows``, given the record at ``at``.
+    """Compute a pass over one tree in each of the first slots, padded to ``min_rows``, given the record at ``pass_at``.
 
     The trees' headers are in the record, and so are the results of their argmax walks, which are zeros if no walk is
     wanted. Rows before ``first_logits`` and padding rows get no logits, and a row with a forced token gets only that
     token's; see ``_compute_pass`` for ``forced_tokens``. With ``ranks``, maxima for top-k are written as well. With
     ``advances``, mixers' states advance past the last row. Return False for unsupported ids or positions.
     """
-    record, first, skips = array_at(at, 1, TREE_PASS)[0], 0, False
+    record, first, skips = array_at(pass_at, 1, TREE_PASS)[0], 0, False
     tree_headers = array_at(record.tree_headers, (slots, HEADER), np.int64)
     walk_results = array_at(record.walk_results, (slots, 2), np.int64)
     record.outer_record.first, record.pass_record.advances = first_logits, advances
@@ -397,12 +397,12 @@ def _place_tree(record: Any, slot: int, root: int, tokens: Array, parents: Array
 
 
 @compiled
-def accept_path(at: int, thread_pool: int, path: Array) -> None:
+def accept_path(pass_at: int, thread_pool: int, path: Array) -> None:
     """Advance the mixers' states along a path of the last pass's rows.
 
     The states must still be those before that pass.
     """
-    record = array_at(at, 1, TREE_PASS)[0]
+    record = array_at(pass_at, 1, TREE_PASS)[0]
     record.pass_record.thread_pool = thread_pool
     accept(record.pass_record, array_at(record.layers, record.layer_count, LAYER), path, record.scratch)
 
