@@ -19,7 +19,7 @@ from hdtool.runtime.answering.answer_plan import compiler_for
 from hdtool.runtime.config.measuring import COLD, WARM
 from hdtool.runtime.core.request import room_for
 from hdtool.runtime.core.step import Finish
-from hdtool.runtime.generation.grammar import GrammarCompiler, Guide
+from hdtool.runtime.generation.grammar import GrammarCompiler
 from hdtool.runtime.target.load import Loaded
 
 OnTurn = Callable[[], None]
@@ -82,7 +82,7 @@ class Bench:
 
     def _check_room(self, question: Prompt) -> None:
         room_for(self.loaded.target, self._encode(question, question.messages), self.max_new_tokens)
-        self._guide(question)
+        self._grammars.guide_for(question.grammar)
         if question.later_turns:
             self._encode(question, question.conversation([""] * len(question.later_turns)))
 
@@ -104,7 +104,7 @@ class Bench:
             ids = self._encode(question, question.conversation([turn.text for turn in turns]))
             limit = self.loaded.target.context_limit(len(ids))
             has_room = not turns or limit is None or len(ids) < limit
-            guide, prediction = self._guide(question), () if turns else self._prediction(question)
+            guide, prediction = self._grammars.guide_for(question.grammar), () if turns else self._prediction(question)
             turns.append(contender.answer(ids, guide, prediction) if has_room else OUT_OF_CONTEXT)
             on_turn()
         return turns
@@ -112,9 +112,6 @@ class Bench:
     @cached_property
     def _grammars(self) -> GrammarCompiler:
         return compiler_for(self.loaded)
-
-    def _guide(self, question: Prompt) -> Guide | None:
-        return self._grammars.guide(question.grammar) if question.grammar else None
 
     def _prediction(self, question: Prompt) -> Sequence[int]:
         """Return the token ids of the question's predicted answer; empty if it has none."""

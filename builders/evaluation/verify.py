@@ -16,7 +16,6 @@ from hdtool.runtime.answering.answer_plan import compiler_for, plan_answer
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.model.quantization import quantized_layers
 from hdtool.runtime.model.reference_logits import HIGHER_PRECISION, logits_after, logits_step_by_step, more_precise
 from hdtool.runtime.target.load import Loaded
@@ -123,11 +122,11 @@ class Verifier:
         self, prompt: str, ids: list[int], grammar: Grammar | None = None, prediction: Sequence[int] = ()
     ) -> Check:
         """Answer a prompt with and without drafts, compare all tokens, and return what differs."""
-        plain = self._plain.answer(ids, self._guide(grammar))
-        drafted = self._drafted.answer(ids, self._guide(grammar), prediction)
+        plain = self._plain.answer(ids, self._grammars.guide_for(grammar))
+        drafted = self._drafted.answer(ids, self._grammars.guide_for(grammar), prediction)
         pairs: list[tuple[Oracle, AnsweredTurn, AnsweredTurn]] = [(Oracle.PLAIN, plain, drafted)]
         if Oracle.GENERATE in self.oracles:
-            pairs.append((Oracle.GENERATE, self._generate.answer(ids, self._guide(grammar)), plain))
+            pairs.append((Oracle.GENERATE, self._generate.answer(ids, self._grammars.guide_for(grammar)), plain))
         differences = [
             _first_difference(prompt, oracle, ids, grammar, expected.output_ids, answer.output_ids)
             for oracle, expected, answer in pairs
@@ -156,9 +155,6 @@ class Verifier:
             return [Explanation(difference, reason=reason) for difference in differences]
         return [self._explained(*case, names) for case in zip(differences, working, step_by_step, strict=True)]
 
-    def _guide(self, grammar: Grammar | None) -> Guide | None:
-        return self._grammars.guide(grammar) if grammar else None
-
     def _as_decoded(self, ids: list[int]) -> torch.Tensor:
         """Return the logits after ``ids``, computed with 8-bit activations if the target's compiled passes use them."""
         target = self._loaded.target
@@ -178,7 +174,7 @@ class Verifier:
     def _explained(
         self, difference: Difference, working: torch.Tensor, precise: torch.Tensor, names: list[str]
     ) -> Explanation:
-        guide = self._guide(difference.grammar)
+        guide = self._grammars.guide_for(difference.grammar)
         if guide:
             guide.follow(difference.shared_ids)
         prompt = difference.prompt_ids

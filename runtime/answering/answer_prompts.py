@@ -24,7 +24,6 @@ from hdtool.runtime.core.session import Session
 from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.drafter_factory import compile_ahead, drafters_for
 from hdtool.runtime.generation.generation_settings import refuse_settings
-from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.kernels.compile_process import DRAFTER, is_compiling
 from hdtool.runtime.target.cpu_threads import choose_threads
 from hdtool.runtime.target.load import load
@@ -77,7 +76,7 @@ class Answerer:
         for prompt in prompts:
             try:
                 room_for(self.loaded.target, self._encoded(prompt, prompt.messages), self.decoding.max_new_tokens)
-                self._guide(prompt)
+                self._grammars.guide_for(prompt.grammar)
             except PromptError as error:
                 raise PromptError(f"prompt {prompt.id}: {error}" if len(prompts) > 1 else str(error)) from None
 
@@ -100,12 +99,10 @@ class Answerer:
         prompt, decoding = dialogue.prompt, self.decoding
         ids = self._encoded(prompt, dialogue.messages)
         prediction = self._prediction(dialogue) if drafter.predicts else []
-        plan = plan_answer(self.loaded, self.sampling, ids, decoding.max_new_tokens, self._guide(prompt))
+        guide = self._grammars.guide_for(prompt.grammar)
+        plan = plan_answer(self.loaded, self.sampling, ids, decoding.max_new_tokens, guide)
         request = plan.request(dialogue, drafter, prediction, draft_tokens=decoding.draft_tokens)
         return replace(request, observer=self._new_observer()) if self._new_observer else request
-
-    def _guide(self, prompt: Prompt) -> Guide | None:
-        return self._grammars.guide(prompt.grammar) if prompt.grammar else None
 
     def _encoded(self, prompt: Prompt, messages: Sequence[Message]) -> list[int]:
         return encode_conversation(self.loaded.tokenizer, messages, chat=self._chat, tools=prompt.tools)

@@ -205,6 +205,10 @@ class GrammarCompiler:
         with self._lock:  # a server prepares several requests at once
             return Guide(self._compiled(grammar).deep_copy(), self._tokenizer)
 
+    def guide_for(self, grammar: Grammar | None) -> Guide | None:
+        """Return the initial state of an answer that must match the grammar, if there is one."""
+        return self.guide(grammar) if grammar else None
+
     def bytes_of(self, token: int) -> bytes:
         return self._tokenizer.decode_bytes([token])
 

@@ -262,7 +262,7 @@ class Preparer:
                 f"and at most {MAX_REQUEST_GRAMMAR_CHARACTERS:,} are "
                 "accepted"
             )
-        return self._grammars.guide(grammar) if grammar else None
+        return self._grammars.guide_for(grammar)
 
     def _limit(self, ids: Sequence[int], given: int | None) -> int:
         """Return the maximum number of tokens in an answer; raise ContextError if the prompt fills the context."""
