@@ -27,9 +27,8 @@ pytestmark = pytest.mark.usefixtures("known_cost")
 
 
 @pytest.fixture(autouse=True)
-def in_its_own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_its_own_home(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
 
 
 def shown(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:

@@ -30,8 +30,7 @@ SHARE_GPT = [
 
 
 @pytest.fixture(autouse=True)
-def in_its_own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+def in_its_own_home(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sharegpt.json").write_text(json.dumps(SHARE_GPT))
     rows = [{"prompt": "Hi?", "output": f"I am a language model, and I say {word}."} for word in ("yes", "no", "yes")]

@@ -34,8 +34,7 @@ QUICK = ("--max-new-tokens", "4", "--method", "hd", "--draft-tokens", "2", "--hi
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+def own_home(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": "Hi?", "output": f"I am a language model, and I say {word}."} for word in ("yes", "no", "yes")]
     Path("answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

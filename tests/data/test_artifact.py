@@ -21,13 +21,8 @@ from hdtool.data.errors import ModelError
 from tests.support.artifacts import NOTES, join, joined
 from tests.support.project import ROOT
 
+pytestmark = pytest.mark.usefixtures("home")
 NOTE = "note.txt"
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 @pytest.fixture

@@ -40,8 +40,7 @@ NOWHERE = {"hdtool": {"model_db": "none", "corpus_db": "none"}}
 
 
 @pytest.fixture(autouse=True)
-def in_its_own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+def in_its_own_home(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 

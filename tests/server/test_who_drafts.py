@@ -24,15 +24,11 @@ from hdtool.runtime.integrations.server.endpoints import ApiKeys
 from hdtool.runtime.integrations.server.scheduler import Tenants
 from hdtool.runtime.target.load import Loaded
 
+pytestmark = pytest.mark.usefixtures("home")
 NOWHERE = StoresConfig(model_db="none", corpus_db="none")
 SECRET = [1001, 1002, 1003, 1004, 1005, 1006]
 """Tokens in an order that no store has."""
 NO_LOGITS = Verified(torch.empty(0))
-
-
-@pytest.fixture(autouse=True)
-def in_its_own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
 
 
 def tenants_of(loaded: Loaded, *names: str, stores: StoresConfig = NOWHERE, history: str = "memory") -> Tenants:
