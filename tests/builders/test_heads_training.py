@@ -77,7 +77,7 @@ def trained(
     max_steps: int | None = None,
     heads: HeadsConfig = SMALL,
 ) -> Training:
-    target = FrozenTarget(Target(model_of("llama")))
+    target = FrozenTarget(Target(copy.deepcopy(model_of("llama"))))
     torch.manual_seed(config.seed)
     made = new_heads(target.model, target.hidden_width, target.vocabulary, heads)
     found = Training(made, target, BatchSampler(learned, config), config, folder, Processes())
@@ -97,7 +97,7 @@ def test_heads_learn_what_the_model_says(kind: str, tmp_path: Path) -> None:
     assert losses[-5:].mean() < 0.6 * losses[:5].mean()
     assert (hits[-5:].mean(axis=0) > 2 * hits[:5].mean(axis=0) + 0.1).all()
     assert "loss " in found.summary() and "heads right " in found.summary()
-    result = evaluate(found.heads.eval(), FrozenTarget(Target(model_of("llama"))), learned)
+    result = evaluate(found.heads.eval(), FrozenTarget(Target(copy.deepcopy(model_of("llama")))), learned)
     assert min(result.top["1"]) > 0.3
     assert all(one <= five <= ten for one, five, ten in zip(*result.top.values(), strict=True))
     assert np.array(result.odds).shape == (4, PROB_BUCKETS)
@@ -140,7 +140,7 @@ def test_the_loss_is_what_its_words_say(family: str, size: int | None, monkeypat
     With a draft vocabulary, both are of its tokens only, and other labels have none.
     """
     monkeypatch.setattr("hdtool.builders.head_training.loss.CHUNK_BYTES", 4 * 97 * 5)
-    target = FrozenTarget(Target(model_of(family)))
+    target = FrozenTarget(Target(copy.deepcopy(model_of(family))))
     learned = texts(3)
     config, token_ids = draft_vocabulary(replace(SMALL, draft_vocabulary=size), learned, VOCABULARY)
     heads = new_heads(target.model, target.hidden_width, VOCABULARY, config, token_ids)
@@ -224,7 +224,7 @@ def test_an_easy_text_is_learned_far_above_chance(kind: str, tmp_path: Path) -> 
     config = TrainConfig(epochs=40, batch=11, learning_rate=0.01, val_fraction=0.1, lm_weight=5.0)
     found = trained(tmp_path, learned, config, heads=replace(KINDS[kind], rank=0))
     unseen = [counting(start) for start in range(1, 97, 7) if start % 3]
-    result = evaluate(found.heads.eval(), FrozenTarget(Target(model_of("llama"))), unseen)
+    result = evaluate(found.heads.eval(), FrozenTarget(Target(copy.deepcopy(model_of("llama")))), unseen)
     assert min(result.top["1"]) > 0.3, result.top
 
 
@@ -358,7 +358,7 @@ def test_a_loss_that_is_not_finite_ends_the_training(tmp_path: Path) -> None:
 
 
 def test_a_model_with_nan_logits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = FrozenTarget(Target(model_of("llama")))
+    target = FrozenTarget(Target(copy.deepcopy(model_of("llama"))))
     layer = target.model.get_output_embeddings()
     with monkeypatch.context() as patch:
         patch.setattr(layer, "forward", lambda states: states.new_full((*states.shape[:-1], 97), float("nan")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,11 @@ def texts(count: int = 9) -> list[Example]:
 
 
 def stored_in(path: Path, learned: list[Example], key: str = "a") -> HiddenStatesFile:
-    return HiddenStatesFile(path, FrozenTarget(Target(model_of("llama"))), learned, key)
+    return HiddenStatesFile(path, FrozenTarget(Target(copy.deepcopy(model_of("llama")))), learned, key)
 
 
 def trained(folder: Path, learned: list[Example], stored: HiddenStatesFile | None) -> Training:
-    target = FrozenTarget(Target(model_of("llama")))
+    target = FrozenTarget(Target(copy.deepcopy(model_of("llama"))))
     torch.manual_seed(1)
     heads = new_heads(target.model, target.hidden_width, VOCABULARY, HeadsConfig(rank=8, mlp=16))
     found = Training(heads, target, BatchSampler(learned, CONFIG), CONFIG, folder, Processes(), stored)
@@ -91,8 +92,8 @@ def test_too_little_room_is_found_before_the_first_pass(tmp_path: Path, monkeypa
 
 
 def test_models_that_change_their_logits_cannot_store_states(tmp_path: Path) -> None:
-    assert FrozenTarget(Target(model_of("llama"))).has_plain_output
-    capped = FrozenTarget(Target(model_of("gemma2")))
+    assert FrozenTarget(Target(copy.deepcopy(model_of("llama")))).has_plain_output
+    capped = FrozenTarget(Target(copy.deepcopy(model_of("gemma2"))))
     assert not capped.has_plain_output
     with pytest.raises(HeadsError, match="it changes its logits after the output layer"):
         HiddenStatesFile(tmp_path / "states", capped, texts(), "a")
@@ -109,7 +110,7 @@ def test_hidden_states_of_several_processes_are_refused(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_at_some_positions_are_those_of_the_model(family: str) -> None:
-    model = model_of(family)
+    model = copy.deepcopy(model_of(family))
     target = FrozenTarget(Target(model))
     ids = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
     rows, columns, some = torch.tensor([0, 1, 1]), torch.tensor([3, 0, 8]), torch.tensor([5, 7, 50])
