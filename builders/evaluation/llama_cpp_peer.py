@@ -238,7 +238,10 @@ def check_file(file: Path) -> None:
 
 
 def check_same_model(file: Path, loaded: Loaded) -> None:
-    """Raise a ``ModelError`` if the file's layer count, hidden size or vocabulary does not match the loaded model."""
+    """Raise a ``ModelError`` if the file's layer count or hidden size differs, or it has fewer tokens than the tokenizer.
+
+    More tokens may be padding. Fields that the header lacks aren't compared.
+    """
     header, config = GGUFHeader.read(file), loaded.target.model.config.get_text_config()
     sizes = {
         "layers": (header.values.get(f"{header.architecture}.block_count"), config.num_hidden_layers),

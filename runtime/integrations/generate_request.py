@@ -250,7 +250,7 @@ def _is_set(name: str, value: object, model_type: str) -> bool:
 
 
 def _row_of(positions: torch.Tensor | None, row: int, rows: int) -> torch.Tensor | None:
-    """Return the positions of a row from a tensor ``[..., rows, tokens]`` or ``[tokens]``."""
+    """Return a row's positions; None and positions that all rows share, such as ``[1, tokens]``, are unchanged."""
     has_rows = positions is not None and positions.dim() > 1 and positions.shape[-2] == rows
     return positions[..., row, :] if positions is not None and has_rows else positions
 

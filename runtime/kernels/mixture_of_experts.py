@@ -437,7 +437,7 @@ def _has_same_outputs(experts: Any) -> bool:
 
 
 def _first_experts(experts: Any) -> Any:
-    """Return a copy of the module with its first ``CHECKED_EXPERTS`` experts: transformers' code may expand all."""
+    """Return a copy with the first ``CHECKED_EXPERTS`` experts, since a check may convert all weights to float32."""
     subset = copy(experts)
     subset._parameters = {name: weight[:CHECKED_EXPERTS] for name, weight in experts._parameters.items()}
     subset.num_experts = min(CHECKED_EXPERTS, experts.num_experts)

@@ -1,4 +1,4 @@
-"""The tutorial, run as it is written: every command of its ``console`` blocks, and what each of them prints."""
+"""The tutorial, run as it is written: its programs and the commands of its ``console`` blocks, and what these print."""
 
 from __future__ import annotations
 
@@ -28,8 +28,14 @@ OCCASIONAL = ("preparing the drafter for this machine", "compiled forward passes
 
 
 def steps_of(page: str) -> Iterator[tuple[str, str]]:
-    """Commands and what the page shows of their output."""
-    for _, block in re.findall(r"^(`{3,})console\n(.*?)^\1$", page, re.DOTALL | re.MULTILINE):
+    """Commands and what the page shows of their output; a program to save is a command without output."""
+    blocks = re.compile(
+        r"^(?:Save this as `(\S+)`:\n\n)?(`{3,})(?:console|python)\n(.*?)^\2$", re.DOTALL | re.MULTILINE
+    )
+    for program, _, block in blocks.findall(page):
+        if program:
+            yield f"cat > {program} <<'PROGRAM'\n{block}PROGRAM", ""
+            continue
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, *rest = re.split(r"^> ?(.*)\n", part, flags=re.MULTILINE)
             first, _, output = command.partition("\n")
@@ -51,7 +57,9 @@ def comparable(output: str) -> list[str]:
 
 def test_commands_are_found_with_their_output() -> None:
     page = "```console\n$ echo a \\\n>   b\na b\n$ true\n```\n```\n$ not this\n```\n````console\n$ cat\n```\n````\n"
-    assert list(steps_of(page)) == [("echo a \\\n  b", "a b\n"), ("true", ""), ("cat", "```\n")]
+    page += "Save this as `x.py`:\n\n```python\nprint(1)\n```\n"
+    program = "cat > x.py <<'PROGRAM'\nprint(1)\nPROGRAM"
+    assert list(steps_of(page)) == [("echo a \\\n  b", "a b\n"), ("true", ""), ("cat", "```\n"), (program, "")]
 
 
 @pytest.mark.exhaustive  # minutes of a real model

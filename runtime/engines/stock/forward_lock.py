@@ -1,4 +1,4 @@
-"""The lock of a model's ``forward`` methods, which passes over trees replace."""
+"""A lock per model, to hold while a pass over trees replaces the model's ``forward`` methods."""
 
 from __future__ import annotations
 
