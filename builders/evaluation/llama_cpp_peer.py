@@ -238,7 +238,7 @@ def check_file(file: Path) -> None:
 
 
 def check_same_model(file: Path, loaded: Loaded) -> None:
-    """Raise a ``ModelError`` if the file's layer count or hidden size differs, or it has fewer tokens than the tokenizer.
+    """Raise a ``ModelError`` if the file has another layer count or hidden size, or fewer tokens than the tokenizer.
 
     More tokens may be padding. Fields that the header lacks aren't compared.
     """

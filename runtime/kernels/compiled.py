@@ -52,7 +52,7 @@ _njit: Any = numba.njit(cache=True, nogil=True, no_cfunc_wrapper=True)  # type: 
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function; in calls from compiled code, signed integers become int64 and unsigned ones keep their type."""
+    """Compile a function; compiled callers pass signed integers as int64, and unsigned ones in their own type."""
     with keeping_code():
         dispatcher = _njit(function)
     InnerFunction(dispatcher, _general)

@@ -1,9 +1,9 @@
 """Creates, opens, extends and rebuilds the files of a history store.
 
 The ring has the layout of a token log without blocks. Conversations are consecutive, each preceded by an empty position
-and a few tokens of its prompt. Writers must hold the LMDB write lock of the conversations. To the
-holder of that lock, positions at or above the committed end are leftovers of an append that was killed, which it unlinks
-from their chains. Readers must ignore such positions, since an append may be in progress.
+and a few tokens of its prompt. Writers must hold the LMDB write lock of the conversations. To the holder of that lock,
+positions at or above the committed end are leftovers of an append that was killed, which it unlinks from their chains.
+Readers must ignore such positions, since an append may be in progress.
 
 The files are extended to grow the store, and rebuilt when conversations are dropped or positions would overflow. To
 rebuild, the caller must hold the write lock, so that nobody appends to files about to be replaced. Other processes see
