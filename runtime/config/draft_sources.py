@@ -74,6 +74,8 @@ class SourceId(IntEnum):
 PLUGINS = (SourceId.PLUGIN_1, SourceId.PLUGIN_2, SourceId.PLUGIN_3, SourceId.PLUGIN_4)
 """Numbers of plug-ins, assigned in the order in which they register."""
 _SOURCES = {number: number.built_in for number in SourceId if number.built_in}
+_INSTALLED: set[str] = set()
+"""Sources of installed packages that are registered, as their entry points name them."""
 
 
 def register(source: Source) -> SourceId:
@@ -132,6 +134,11 @@ ALL_LETTERS = "".join(SOURCE_NAMES)
 
 @cache
 def _register_installed() -> None:
-    """Register the sources of installed packages, sorted by name so that they get the same numbers in every process."""
+    """Register the sources of installed packages, sorted by name so that they get the same numbers in every process.
+
+    After an error, a further call goes on with the source that raised it.
+    """
     for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
-        register(entry.load())
+        if entry.value not in _INSTALLED:
+            register(entry.load())
+            _INSTALLED.add(entry.value)

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -204,7 +204,6 @@ def drafters_of(server_args: Any, budget: Budget) -> Callable[[], Drafter]:
     tokenizer = load_tokenizer(named, server_args.revision)
     checkpoint = served_checkpoint(weights, server_args.revision)
     tenant = Tenant.served([server_args.served_model_name or model], model, settings.stores.namespace or None)
-    tenant = replace(tenant, namespace=tenant.name or None)
     store_set = StoreOpener(model, tokenizer, checkpoint, settings.stores, tenant).open_for(decoding)
     LOGGER.info("hdtool drafts from %s", store_set)
     return lambda: drafter_with_budget(lambda: budget, decoding, store_set)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hdtool.cli.answer_output import answer_summary, colored, legend
 from hdtool.cli.app import run as main
 from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config import draft_sources
 from hdtool.runtime.config.decoding import DecodeConfig, ReplayConfig
 from hdtool.runtime.config.draft_sources import (
     PLUGINS,
@@ -206,3 +208,19 @@ def test_statistics_list_sources_by_their_numbers() -> None:
     stats = Stats()
     stats.source_seconds[[SourceId.HISTORY, SourceId.MODEL, SourceId.CONTEXT]] = 1
     assert stats.sources == [SourceId.CONTEXT, SourceId.MODEL, SourceId.HISTORY]
+
+
+def test_an_invalid_source_of_a_package_is_named_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Source:
+        raise OptionError("the second source is invalid")
+
+    good = Source("first", "Y", terminal=94, light="#123456", dark="#654321", evidence=counting)
+    entries = [SimpleNamespace(name=name, value=name, load=load) for name, load in (("a", lambda: good), ("b", fail))]
+    monkeypatch.setattr(draft_sources, "entry_points", lambda group: entries)
+    monkeypatch.setattr(draft_sources, "_INSTALLED", set())
+    draft_sources._register_installed.cache_clear()
+    for _ in range(2):
+        with pytest.raises(OptionError, match="the second source is invalid"):
+            draft_sources.plugins()
+    unregister(source_of("first"))
+    draft_sources._register_installed.cache_clear()

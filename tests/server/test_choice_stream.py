@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from hdtool.data.errors import ModelError, PromptError
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.step import Finish
 from hdtool.runtime.generation.text_stream import REPLACEMENT, token_text
-from hdtool.runtime.integrations.server.choice_stream import ChoiceStream
+from hdtool.runtime.integrations.server.choice_stream import ChoiceStream, _refusal
 from hdtool.runtime.integrations.server.metrics import Metrics
 from hdtool.runtime.integrations.server.openai_formats import CompletionFormat, Delta, RequestError, TokenLogprobs
 from hdtool.runtime.integrations.server.openai_requests import ChatRequest, CompletionRequest
@@ -98,3 +99,8 @@ def test_a_special_token_stops_an_answer_if_the_text_shows_it(loaded: Loaded, ha
     stream, _ = answered(loaded, ChatRequest.of(body))
     stats = stream._texts[0].stats
     assert (stats.tokens, stats.finish) == (tokens, Finish.STOP if has_tools else Finish.LENGTH)
+
+
+def test_faults_of_the_model_are_not_the_requests() -> None:
+    statuses = [_refusal(error).status for error in (ModelError("NaN"), PromptError("long"), ValueError())]
+    assert statuses == [500, 400, 500]

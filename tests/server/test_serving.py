@@ -217,3 +217,5 @@ def test_the_key_in_the_environment() -> None:
     assert keys.tenant("Bearer secret") == "" and keys.tenant("bearer secret") == ""
     assert keys.tenant("Bearer Secret") is None and keys.tenant(None) is None
     assert ApiKeys.read(None, {}).tenant(None) == ""
+    sent = "Bearer ключ".encode().decode("latin-1")  # as servers read the bytes of a header
+    assert ApiKeys.read(None, {"HDTOOL_API_KEY": "ключ"}).tenant(sent) == ""

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
-from hdtool.data.errors import HdtoolError
+from hdtool.data.errors import HdtoolError, ModelError
 from hdtool.runtime.core.step import Finish, Stats, Step
 from hdtool.runtime.integrations.server.metrics import Metrics
 from hdtool.runtime.integrations.server.openai_formats import (
@@ -199,6 +199,8 @@ def _refusal(error: Exception) -> RequestError:
     """Return the error to show to the client; internal errors are described only in the server's log."""
     if isinstance(error, OverloadError):
         return RequestError(str(error), status=503, kind=OVERLOADED)
+    if isinstance(error, ModelError):  # such as logits that aren't numbers: no fault of the request
+        return RequestError(str(error), status=500, kind=SERVER)
     if isinstance(error, HdtoolError):
         return RequestError(str(error))
     return RequestError("the answer failed inside the server; its log has the reason", status=500, kind=SERVER)

@@ -134,10 +134,11 @@ class ApiKeys:
         if not self.tenant_of_key:
             return SHARED_TENANT
         scheme, _, given = (authorization or "").partition(" ")
+        sent = given.strip().encode("latin-1", "replace")  # the bytes that the client sent, as headers are read
         matched = None
         # All keys are compared, each in constant time, so that the response time reveals nothing about them.
         for key, tenant in self.tenant_of_key.items():
-            if hmac.compare_digest(key.encode(), given.strip().encode()) and scheme.lower() == "bearer":
+            if hmac.compare_digest(key.encode(), sent) and scheme.lower() == "bearer":
                 matched = tenant
         return matched
 
