@@ -104,3 +104,10 @@ def test_a_special_token_stops_an_answer_if_the_text_shows_it(loaded: Loaded, ha
 def test_faults_of_the_model_are_not_the_requests() -> None:
     statuses = [_refusal(error).status for error in (ModelError("NaN"), PromptError("long"), ValueError())]
     assert statuses == [500, 400, 500]
+
+
+def test_too_many_answers_are_refused_before_they_are_planned(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Preparer, "_choice", lambda *of: pytest.fail("an answer is planned"))
+    preparer = Preparer(loaded, DecodeConfig(method="ar"), SamplingConfig(), max_answers=8)
+    with pytest.raises(PromptError, match="asks for 9 answers, and this server takes at most 8 at once"):
+        preparer.completion(CompletionRequest.of({"prompt": [PROMPT] * 3, "n": 3}))

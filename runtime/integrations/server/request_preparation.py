@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ from hdtool.runtime.integrations.server.openai_requests import (
     template_messages,
 )
 from hdtool.runtime.integrations.server.quoted_files import Quotes
-from hdtool.runtime.integrations.server.scheduler import AnswerJob
+from hdtool.runtime.integrations.server.scheduler import AnswerJob, refuse_too_many
 from hdtool.runtime.integrations.server.tool_calls import THINK_CLOSING, ThinkingReader, ToolCallReader
 from hdtool.runtime.target.load import Loaded
 
@@ -109,8 +110,14 @@ class PreparedChoice:
 class Preparer:
     """Prepares the requests of one server."""
 
-    def __init__(self, loaded: Loaded, decoding: DecodeConfig, defaults: SamplingConfig) -> None:
-        """``defaults`` holds the sampling settings to use where a request sets none."""
+    def __init__(
+        self, loaded: Loaded, decoding: DecodeConfig, defaults: SamplingConfig, max_answers: int = sys.maxsize
+    ) -> None:
+        """``defaults`` holds the sampling settings to use where a request sets none.
+
+        A request for more than ``max_answers`` answers is refused before any of them is planned.
+        """
+        self._max_answers = max_answers
         self._loaded, self._decoding, self._defaults = loaded, decoding, defaults
         self._takes_late_instructions = takes_late_instructions(loaded.tokenizer)
         self._generic_tools = GenericTools.of(loaded.tokenizer)
@@ -220,6 +227,7 @@ class Preparer:
         return AnswerJob(tenant, make_request, deliver, choice.prompt.tokens, choice.prompt.extension.drafts)
 
     def _choices(self, body: GenerationRequest, prepared: Sequence[PreparedPrompt]) -> list[PreparedChoice]:
+        refuse_too_many(len(prepared) * (body.n or 1), self._max_answers)
         seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
         biases = self._biases(body.logit_bias or {})
         with self._lock:  # transformers' preparation of ``generate`` is not thread-safe

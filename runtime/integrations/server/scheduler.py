@@ -92,6 +92,15 @@ def _as_array(tokens: Sequence[int]) -> Sequence[int]:
     return cast(Sequence[int], np.array(tokens, np.int64))
 
 
+def refuse_too_many(answers: int, max_waiting: int) -> None:
+    """Raise PromptError if a request asks for more answers than may ever wait."""
+    if answers > max_waiting:
+        raise PromptError(
+            f"the request asks for {answers} answers, and this server takes at most {max_waiting} at once: send fewer "
+            "prompts or a lower n"
+        )
+
+
 class Scheduler:
     """Runs jobs as a batch in one thread, and starts them in the order of submission."""
 
@@ -148,11 +157,7 @@ class Scheduler:
 
         Raise OverloadError if more than ``max_waiting`` would wait now, or the server is stopping.
         """
-        if len(jobs) > self._max_waiting:
-            raise PromptError(
-                f"the request asks for {len(jobs)} answers, and this server takes at most {self._max_waiting} at once: "
-                "send fewer prompts or a lower n"
-            )
+        refuse_too_many(len(jobs), self._max_waiting)
         with self._condition:
             if len(self._waiting) + len(jobs) > self._max_waiting:
                 self._waiting = deque(job for job in self._waiting if not job.is_cancelled)

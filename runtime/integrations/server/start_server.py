@@ -65,7 +65,8 @@ class ServerLaunch:
         )
         name = config.served_model_name or loaded.name
         self._socket.listen()
-        self._app = Server(loaded, self._scheduler, Preparer(loaded, decoding, sampling), keys, config, name).app()
+        preparer = Preparer(loaded, decoding, sampling, config.max_waiting)
+        self._app = Server(loaded, self._scheduler, preparer, keys, config, name).app()
 
     @property
     def address(self) -> str:
