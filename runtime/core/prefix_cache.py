@@ -1,4 +1,4 @@
-"""Finds and keeps contexts that later prompts can continue, and prefills the rest of a prompt, in pieces if asked."""
+"""Finds and keeps contexts that later prompts can continue, and prefills the rest of a prompt, in pieces or whole."""
 
 from __future__ import annotations
 

@@ -139,9 +139,10 @@ class Target(BackendEngine):
     def twin(self) -> Target | None:
         """Return another target of the model, with a cache of its own, which isn't checked again.
 
-        Return None if the model has changed since the last prompt, or can't be computed without being checked.
+        Return None if the model has changed since the last prompt or needs a check: on GPUs, where steps are captured,
+        with recurrent layers, and for chains.
         """
-        is_simple = not self.captured and not self.facts.recurrent and self.takes_trees
+        is_simple = self.device.type == "cpu" and not self.facts.recurrent and self.takes_trees
         if not is_simple or not self._changes.is_unchanged:
             return None
         twin = Target(self.model, facts=self.facts)

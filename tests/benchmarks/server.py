@@ -153,8 +153,8 @@ def _compare(servers: dict[str, _Peer], options: argparse.Namespace) -> None:
         for _ in range(options.times):
             asked = list(islice(fresh, options.questions))
             for server, peer in servers.items():
-                *rate, answers = asyncio.run(_rate(peer, asked, at_once))
-                rates.setdefault((server, at_once), []).append((rate[0], rate[1]))
+                by_clock, by_cpu, answers = asyncio.run(_rate(peer, asked, at_once))
+                rates.setdefault((server, at_once), []).append((by_clock, by_cpu))
                 texts[server] |= answers
     first, *_ = servers
     print(

@@ -139,16 +139,12 @@ class WeightTable:
         input_rows = [MatmulRows.whole(self._parts.inputs.projection)] if self._parts.inputs else []
         layer_rows = [rows for part in self._parts.layers for rows in matmuls_of(part).values()]
         adapter_rows = [rows for part in self._parts.layers for pair in adapters_of(part).values() for rows in pair]
-        for rows in [*layer_rows, *adapter_rows, *input_rows, self._head]:
-            stored = rows.stored
-            if isinstance(stored, PackedMatrix) and stored.data_ptr() not in self._panels:
+        matrices = [rows.stored for rows in [*layer_rows, *adapter_rows, *input_rows, self._head]]
+        experts = [stored for part in self._parts.layers for stored in packed_experts(part)]
+        for stored in [*(matrix for matrix in matrices if isinstance(matrix, PackedMatrix)), *experts]:
+            if stored.data_ptr() not in self._panels:
                 self._panels[stored.data_ptr()] = Panels(stored.blocks, stored.format)
                 stored.page_out()
-        for part in self._parts.layers:
-            for stored in packed_experts(part):
-                if stored.data_ptr() not in self._panels:
-                    self._panels[stored.data_ptr()] = Panels(stored.blocks, stored.format)
-                    stored.page_out()
         self._fill()
         return bool(self._panels)
 
