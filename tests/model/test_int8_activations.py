@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from hdtool.builders.setup.held_out_answers import answer_prompts
 from hdtool.cli.app import run as command
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.compiled_support import may_be_compiled
+from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.kernels.linear_layers import CompiledLinear
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target import load as loading
@@ -67,6 +69,17 @@ def test_a_replaced_weight_is_used(tmp_path: Path) -> None:
     assert not compiled(target).is_current
     assert_same_logits(found[0], plain_logits(target.model, PROMPT))
     assert answer_of(target, PROMPT, max_new_tokens=8) != before
+
+
+def test_a_generator_rounds_as_the_loaded_model_does(tmp_path: Path) -> None:
+    file = str(file_of(tmp_path))
+    loaded = load(ModelConfig(file, device="cpu", activations="int8"))
+    model: Any = loaded.target.model
+    generator = Generator.drafting(loaded.tokenizer)
+    drafted = model.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=40, custom_generate=generator)
+    answers = [answer_of(target_of(Path(file), activations), PROMPT, max_new_tokens=40) for activations in ACTIVATIONS]
+    assert answers[0] != answers[1]
+    assert drafted[0, len(PROMPT) :].tolist() == answers[ACTIVATIONS.index("int8")]
 
 
 def test_batches_and_servers_compute_so_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
