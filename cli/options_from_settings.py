@@ -69,7 +69,7 @@ def without(*names: str, **defaults: Any) -> SelectedOptions:
 
 
 def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the command with each settings parameter replaced by one option per field.
+    """Return ``function`` as a command: options for the selected fields replace each parameter of a settings type.
 
     The returned function takes the options, creates the settings from them, and calls ``function``.
     """

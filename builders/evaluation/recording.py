@@ -96,7 +96,10 @@ class TurnReader:
         return RecordedTurn(trace.id, trace.category, number, prompt, answer, max_tokens, recorded.rankings)
 
     def _answer(self, prompt_text: str, prompt: list[int], messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a recorded text with a stop token; raise PromptError if the tokenizer has none."""
+        """Return the token ids of a recorded text, ended by a stop token.
+
+        Raise PromptError if the text has no end and the tokenizer no stop token.
+        """
         text = messages[-1]["content"]
         whole = (
             conversation_text(self.tokenizer, messages, chat=True, answered=True) if self._chat else prompt_text + text

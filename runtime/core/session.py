@@ -273,8 +273,8 @@ def decode(
 ) -> Generator[Step]:
     """Generate the answer to a prompt and yield each step; only the last step has ``finish`` set.
 
-    ``prediction`` holds tokens that the answer will probably contain: the drafter drafts from them, and the model
-    never reads them. With ``prefix_caching``, the prefix that the prompt shares with the last conversation is not
+    ``prediction`` holds tokens that the answer will probably contain: the drafter drafts from them, and they
+    are not part of the context. With ``prefix_caching``, the prefix that the prompt shares with the last conversation is not
     prefilled again.
     """
     request = Request(None, prompt, sampler, drafter or NoDraft(), stops, prediction, max_new_tokens)

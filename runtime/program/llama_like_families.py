@@ -192,7 +192,7 @@ class MlpKind:
 
 @dataclass(frozen=True)
 class EndsKind:
-    """How embeddings and logits are scaled."""
+    """How a family's embeddings and logits differ from Llama's: factors, a softcap and placeholder tokens."""
 
     embedding: str = ""
     """Name of the decoder attribute with the factor that scales embeddings."""

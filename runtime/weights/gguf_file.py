@@ -89,7 +89,7 @@ class GGUFFile:
 
 
 def _parts(path: Path, header: GGUFHeader) -> tuple[Path, ...]:
-    """Return the paths of all parts of the model of which ``path`` is a part; raise a ModelError if one is missing."""
+    """Return the paths of all parts of a model, given one; raise a ModelError if one is missing or misnamed."""
     count, number = header.values.get(SPLIT_COUNT, 1), header.values.get(SPLIT_NUMBER, 0)
     if not isinstance(count, int) or not isinstance(number, int) or count < 2:
         return (path,)
