@@ -274,8 +274,8 @@ def decode(
     """Generate the answer to a prompt and yield each step; only the last step has ``finish`` set.
 
     ``prediction`` holds tokens that the answer will probably contain: the drafter drafts from them, and they
-    are not part of the context. With ``prefix_caching``, the prefix that the prompt shares with the last conversation is not
-    prefilled again.
+    are not part of the context. With ``prefix_caching``, the prefix that the prompt shares with the last conversation
+    is not prefilled again.
     """
     request = Request(None, prompt, sampler, drafter or NoDraft(), stops, prediction, max_new_tokens)
     return decode_request(engine, request, prefix_caching=prefix_caching)
