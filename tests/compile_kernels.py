@@ -20,9 +20,8 @@ from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.kernels.code_folder import mark_compiled
 from hdtool.runtime.kernels.compile_process import PASSES
 from hdtool.runtime.kernels.int8_matmul import int8_matmul_of
-from hdtool.runtime.kernels.linear_layers import MATRIX_KINDS
 from hdtool.runtime.kernels.matmul_choice import matmul_of
-from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS
+from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, FORMATS
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.model_store import ModelStore
@@ -46,13 +45,11 @@ def compile_all_layers() -> None:
 
 
 def compile_matmuls() -> None:
-    for dtype, kind in MATRIX_KINDS.items():
-        matmul_of(kind, dtype.itemsize)
-        embedding_of(kind, dtype.itemsize)
+    for format in FORMATS.values():
+        matmul_of(format)
+        embedding_of(format)
     for format in ALL_FORMATS:
-        matmul_of(format.kind, format.bytes)
-        embedding_of(format.kind, format.bytes)
-        int8_matmul_of(format.kind)
+        int8_matmul_of(format)
 
 
 PARTS = {"drafters": compile_drafters, "layers": compile_all_layers, "matmuls": compile_matmuls}

@@ -62,8 +62,8 @@ def compiled(function: Function) -> Function:
 def generated(*kinds: Any, returns: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
     """Turn a function that emits LLVM instructions into a numba intrinsic, inlined into its caller.
 
-    The function receives an IR builder and one value for each type in ``kinds``. Where the type is None, any argument
-    type is accepted and the function receives that type instead of the value.
+    The function receives an IR builder and one value for each type in ``kinds``. Where the type is None, the argument
+    must be a constant, and the function receives this in Python.
     """
 
     def decorate(generate: Callable[..., Any]) -> Any:
@@ -73,21 +73,17 @@ def generated(*kinds: Any, returns: Any = types.void) -> Callable[[Callable[...,
                 operands = zip(kinds, argument_types, values, strict=True)
                 result = generate(
                     builder,
-                    *(argument_type if fixed_type is None else value for fixed_type, argument_type, value in operands),
+                    *(kind.literal_value if fixed is None else value for fixed, kind, value in operands),
                 )
                 return target.get_dummy_value() if result is None else result
 
-            return returns(
-                *(
-                    argument_type if fixed_type is None else fixed_type
-                    for fixed_type, argument_type in zip(kinds, argument_types, strict=True)
-                )
-            ), lower
+            operand_types = [fixed or kind for fixed, kind in zip(kinds, argument_types, strict=True)]
+            return returns(*operand_types), lower
 
         # For numba, the intrinsic's arguments must not be variable, as those of ``generate`` may be.
         places = [Parameter(f"argument_{place}", Parameter.POSITIONAL_ONLY) for place in range(len(kinds) + 1)]
         typed.__signature__ = Signature(places)  # type: ignore[attr-defined]
-        return intrinsic(typed)
+        return intrinsic(prefer_literal=True)(typed)
 
     return decorate
 

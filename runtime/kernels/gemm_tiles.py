@@ -15,19 +15,19 @@ from numba.core import cgutils
 
 from hdtool.runtime.kernels.compiled import BYTES, Record, c_function, caller_of, compiled, generated
 from hdtool.runtime.kernels.matrix_formats import (
-    FORMAT_OF_TYPE,
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    FORMATS,
     BlockCode,
     BlockFormat,
     Expand,
-    MatrixKind,
     Tile,
     cases,
-    type_of,
 )
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, INDEX, ITEM_SIZE, LANES, SHORT, VectorCode
 
-FLOAT32, BFLOAT16, FLOAT16 = MatrixKind("float32"), MatrixKind("bfloat16"), MatrixKind("float16")
-ELEMENT_TYPES = {type_of(FLOAT32): (FLOAT, 4), type_of(BFLOAT16): (SHORT, 2), type_of(FLOAT16): (HALF, 2)}
+ELEMENT_TYPES = {FLOAT32: FLOAT, BFLOAT16: SHORT, FLOAT16: HALF}
 PREFETCH_DISTANCE = 8192
 """Minimum prefetch distance in bytes; larger tiles prefetch one tile ahead. A pass of four rows through SmolLM2 on Zen
 5 took 8.5 ms with one tile (1,440 bytes), 8.3 with 2,048, 7.1 with 4,096, 7.0 with 8,192 and 7.3 with 16,384."""
@@ -69,9 +69,9 @@ LoopBody = Callable[[Any, list[Expand], list[Any]], Sequence[Any]]
 class Numbers:
     """Generates code that reads matrix rows of float32 or 16-bit numbers, one or more vectors per step."""
 
-    def __init__(self, code: VectorCode, kind: Any, vectors: int = 1) -> None:
+    def __init__(self, code: VectorCode, format: BlockFormat, vectors: int = 1) -> None:
         self.code = code
-        self.number, self.size = ELEMENT_TYPES[kind]
+        self.number, self.size = ELEMENT_TYPES[format], format.bytes
         self.step, self.vectors = LANES * vectors, vectors
 
     def stride(self, columns: Any) -> Any:
@@ -108,9 +108,8 @@ class Numbers:
 class _Packed:
     """Generates code that reads matrix rows of packed blocks, one block per step."""
 
-    def __init__(self, code: VectorCode, kind: Any) -> None:
-        self.code = code
-        self.format = FORMAT_OF_TYPE[kind]
+    def __init__(self, code: VectorCode, format: BlockFormat) -> None:
+        self.code, self.format = code, format
         self.blocks = BlockCode(code, self.format)
         self.step, self.vectors = self.format.block_size, self.blocks.vectors
 
@@ -161,8 +160,8 @@ class _Packed:
         return code.loop(columns, carried, part, SCALED_COLUMNS)
 
 
-def _read(code: VectorCode, kind: Any) -> Any:
-    return (Numbers if kind in ELEMENT_TYPES else _Packed)(code, kind)
+def _read(code: VectorCode, format: BlockFormat) -> Any:
+    return (Numbers if format in ELEMENT_TYPES else _Packed)(code, format)
 
 
 def tile_out_features(rows: int) -> int:
@@ -178,10 +177,10 @@ def tile(out_features: int, rows: int, *, interleaved: bool = False) -> Tile:
     """Return a tile generator for ``out_features`` matrix rows and ``rows`` input rows, which may be interleaved."""
 
     def generate(
-        builder: Any, kind: Any, matrix: Any, columns: Any, inputs: Any, outputs: Any, output_stride: Any
+        builder: Any, format: BlockFormat, matrix: Any, columns: Any, inputs: Any, outputs: Any, output_stride: Any
     ) -> None:
         code = VectorCode(builder)
-        read, zeros = _read(code, kind), [_zero(code)] * (out_features * rows)
+        read, zeros = _read(code, format), [_zero(code)] * (out_features * rows)
         stride = read.stride(columns)
         sums = _sums(code, read, matrix, stride, columns, inputs, zeros, rows, interleaved, prefetches=True)
         _write_totals(code, sums, rows, outputs, output_stride)
@@ -218,7 +217,7 @@ def partial_tile(out_features: Mapping[int, int], *, is_last: bool) -> Any:
             addresses = [code.gep(start, LANES * vector) for vector in range(features * number)]
             kept = [code.load(address, code.vector, ITEM_SIZE) for address in addresses]
             before = [builder.select(is_first, _zero(code), sum_) for sum_ in kept]
-            read = Numbers(code, type_of(FLOAT32), CACHE_LINE // LANES)
+            read = Numbers(code, FLOAT32, CACHE_LINE // LANES)
             totals = _sums(
                 code, read, matrix, stride, columns, inputs, before, number, interleaved=True, prefetched=(near, far)
             )
@@ -314,10 +313,10 @@ def _prefetch(code: VectorCode, ahead: Any, read: Any, out_features: int) -> Non
 
 
 @generated(types.int64, None, types.int64, types.int64)
-def unpack_row(builder: Any, matrix: Any, kind: Any, columns: Any, written: Any) -> None:
-    """Write a matrix row, expanded to float32, to address ``written``."""
+def unpack_row(builder: Any, matrix: Any, name: str, columns: Any, written: Any) -> None:
+    """Write a row of a matrix in the named format, expanded to float32, to address ``written``."""
     code = VectorCode(builder)
-    read = _read(code, kind)
+    read = _read(code, FORMATS[name])
     first, numbers = builder.inttoptr(matrix, BYTES), builder.inttoptr(written, FLOAT.as_pointer())
 
     def write(column: Any, expanders: list[Expand], _: list[Any]) -> list[Any]:
@@ -337,19 +336,20 @@ call_unpack = caller_of(UNPACK)
 
 
 @c_function(UNPACK)
-def unpack_of(kind: MatrixKind) -> Any:
+def unpack_of(format: BlockFormat) -> Any:
     """Return the function that expands a format's matrix rows to float32."""
+    name = format.name
 
     def unpack_rows(matrix: int, stride: int, rows: int, columns: int, written: int) -> None:
         for row in range(rows):
-            unpack_row(matrix + row * stride, kind, columns, written + row * columns * ITEM_SIZE)
+            unpack_row(matrix + row * stride, name, columns, written + row * columns * ITEM_SIZE)
 
     return unpack_rows
 
 
 def unpack_matrix(format: BlockFormat, matrix: int, rows: int, columns: int, written: int) -> None:
     """Write rows of a matrix, expanded to float32, to address ``written``."""
-    unpack_of(format.kind).ctypes(matrix, columns // format.block_size * format.bytes, rows, columns, written)
+    unpack_of(format).ctypes(matrix, format.row_bytes(columns), rows, columns, written)
 
 
 @generated(*[types.int64] * 4)
@@ -390,9 +390,3 @@ def rows_per_chunk(rows: int, maximum: int, group: int) -> int:
     """Return the size of chunks, in whole groups, that split rows evenly into as few chunks as ``maximum`` allows."""
     chunks = (rows + maximum - 1) // maximum
     return (rows + chunks * group - 1) // (chunks * group) * group
-
-
-@generated(None, returns=types.int64)
-def block_size_of(builder: Any, kind: Any) -> Any:
-    """Return the number of weights in a block of a format; 1 for formats without blocks."""
-    return INDEX(FORMAT_OF_TYPE[kind].block_size if kind in FORMAT_OF_TYPE else 1)

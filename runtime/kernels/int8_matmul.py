@@ -17,7 +17,7 @@ from hdtool.runtime.kernels.compiled import c_function
 from hdtool.runtime.kernels.int8_dot_products import PANEL_ROWS, PART, QUAD, PanelFormat, panel_format
 from hdtool.runtime.kernels.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, panel_tile, quantize_row
 from hdtool.runtime.kernels.matmul_choice import PREPARE, PREPARED_COLUMNS, TILES, Kernels
-from hdtool.runtime.kernels.matrix_formats import FORMAT_OF_TYPE, BlockFormat, MatrixKind, by_rows, type_of
+from hdtool.runtime.kernels.matrix_formats import BlockFormat, by_rows
 from hdtool.runtime.kernels.packed_matrix import weight_memory
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
@@ -25,24 +25,25 @@ _tile_by_rows = by_rows({rows: panel_tile(rows) for rows in range(1, INT8_TILE_R
 
 
 @cache
-def int8_matmul_of(kind: MatrixKind) -> Kernels:
+def int8_matmul_of(format: BlockFormat) -> Kernels:
     """Compile a format's int8 matmul; callers must keep the result alive while using its address."""
-    form = panel_format(FORMAT_OF_TYPE[type_of(kind)])
+    form = panel_format(format)
     return Kernels(
         block_size=PART * form.parts,
         bytes=form.group,
         stored_rows=PANEL_ROWS,
         tile_out_features=PANEL_ROWS,
-        tiles=_tiles_of(kind).address,
+        tiles=_tiles_of(format).address,
         tile_rows=INT8_TILE_ROWS,
-        prepare=_quantize_of(kind).address,
+        prepare=_quantize_of(format).address,
         prepared_bytes=RECORD_SIZE * PREPARED_COLUMNS // PART,
     )
 
 
 @c_function(TILES)
-def _tiles_of(kind: MatrixKind) -> Any:
+def _tiles_of(format: BlockFormat) -> Any:
     """Return the function that multiplies panels in the given format by a tile of rows."""
+    name = format.name
 
     def multiply_tiles(
         panels: int,
@@ -57,19 +58,20 @@ def _tiles_of(kind: MatrixKind) -> Any:
         """Multiply whole panels by up to ``INT8_TILE_ROWS`` quantized rows."""
         for out in range(0, out_features, PANEL_ROWS):
             panel, written = panels + out // PANEL_ROWS * stride, outputs + out * ITEM_SIZE
-            _tile_by_rows(panel, kind, columns, records, written, output_stride, rows)
+            _tile_by_rows(panel, name, columns, records, written, output_stride, rows)
 
     return multiply_tiles
 
 
 @c_function(PREPARE)
-def _quantize_of(kind: MatrixKind) -> Any:
+def _quantize_of(format: BlockFormat) -> Any:
     """Return the function that quantizes input rows for a format's matmul."""
+    name = format.name
 
     def quantize(inputs: int, columns: int, rows: int, written: int, _: int) -> None:
         for row in range(rows):
             at = written + row * (columns // PART) * RECORD_SIZE
-            quantize_row(inputs + row * columns * ITEM_SIZE, kind, columns, at)
+            quantize_row(inputs + row * columns * ITEM_SIZE, name, columns, at)
 
     return quantize
 
@@ -90,7 +92,7 @@ class Panels:
         out_features, columns = self.shape
         form = panel_format(format)
         count = -(-out_features // PANEL_ROWS)
-        self.matmul = int8_matmul_of(format.kind).address
+        self.matmul = int8_matmul_of(format).address
         self.memory = weight_memory(count * form.bytes(columns)).view(count, -1)
         rows, written = blocks.numpy().reshape(out_features, -1, format.bytes), self.memory.numpy()
         step = max(1, MAX_CHUNK_BYTES // (PANEL_ROWS * blocks.shape[1]))

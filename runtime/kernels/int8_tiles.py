@@ -30,7 +30,7 @@ from hdtool.runtime.kernels.int8_dot_products import (
     best_dot,
     panel_format,
 )
-from hdtool.runtime.kernels.matrix_formats import FORMAT_OF_TYPE, TINIEST_SCALE, TINY_SCALES, Tile
+from hdtool.runtime.kernels.matrix_formats import FORMATS, TINIEST_SCALE, TINY_SCALES, BlockFormat, Tile
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, INDEX, OCTET, SHORT
 
 VECTORS = PART // PANEL_ROWS
@@ -50,10 +50,10 @@ ROUNDING, ROUNDING_BITS = 12582912.0, 0x4B400000
 
 
 @generated(types.int64, None, types.int64, types.int64)
-def quantize_row(builder: Any, read: Any, kind: Any, columns: Any, written: Any) -> None:
-    """Quantize a row of float32 values to int8, and write one record per part."""
+def quantize_row(builder: Any, read: Any, name: str, columns: Any, written: Any) -> None:
+    """Quantize a row of float32 values to int8 for a matrix in the named format, and write one record per part."""
     code = IntegerCode(builder, ANY_PROCESSOR)
-    form = panel_format(FORMAT_OF_TYPE[kind])
+    form = panel_format(FORMATS[name])
     numbers, records = builder.inttoptr(read, FLOAT.as_pointer()), builder.inttoptr(written, BYTES)
 
     def write(part: Any, _: list[Any]) -> list[Any]:
@@ -249,10 +249,10 @@ def panel_tile(rows: int, dot: str | None = None) -> Tile:
     prefetched = PANEL_PREFETCH_DISTANCE if rows >= FAR_PREFETCH_ROWS else ONE_ROW_PREFETCH_DISTANCE
 
     def generate(
-        builder: Any, kind: Any, panel: Any, columns: Any, inputs: Any, outputs: Any, output_stride: Any
+        builder: Any, format: BlockFormat, panel: Any, columns: Any, inputs: Any, outputs: Any, output_stride: Any
     ) -> None:
         code = IntegerCode(builder, used)
-        form = panel_format(FORMAT_OF_TYPE[kind])
+        form = panel_format(format)
         first, records = builder.inttoptr(panel, BYTES), builder.inttoptr(inputs, BYTES)
         count = builder.udiv(columns, INDEX(PART))
 

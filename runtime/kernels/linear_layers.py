@@ -10,12 +10,12 @@ from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
 
 from hdtool.runtime.kernels.compact_weight import Stored, is_compact, sharing, stored_of
-from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT16, FLOAT32
 from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE, matmul_of
+from hdtool.runtime.kernels.matrix_formats import BFLOAT16, FLOAT16, FLOAT32, BlockFormat
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.thread_pool import parallel_matmul, shared_thread_pool
 
-MATRIX_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+FORMATS_OF_DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 ORDINARY_TENSORS = (torch.Tensor, Parameter)
 """Tensor classes whose memory can be read directly, unlike the tensor classes of quantization libraries."""
 
@@ -75,7 +75,7 @@ def compiled_linear(input: torch.Tensor, weight: Stored, bias: torch.Tensor | No
 
     The weight may also be stored in 16 bits or in packed blocks.
     """
-    return multiply(matmul_of(*format_of(weight)).address, weight.data_ptr(), weight.shape, input, bias)
+    return multiply(matmul_of(format_of(weight)).address, weight.data_ptr(), weight.shape, input, bias)
 
 
 def multiply(
@@ -95,9 +95,9 @@ def multiply(
     return outputs
 
 
-def format_of(weight: Stored) -> tuple[Any, int]:
-    """Return ``(kind, size)``: a weight's format for the compiled matmul, and the bytes per number or block."""
-    return weight.format.kind if isinstance(weight, PackedMatrix) else MATRIX_KINDS[weight.dtype], weight.itemsize
+def format_of(weight: Stored) -> BlockFormat:
+    """Return a weight's format for the compiled matmul."""
+    return weight.format if isinstance(weight, PackedMatrix) else FORMATS_OF_DTYPES[weight.dtype]
 
 
 def compile_linear_layers(model: Module) -> None:

@@ -38,7 +38,7 @@ from hdtool.runtime.kernels.gemm_tiles import (
     tile_out_features,
     unpack_of,
 )
-from hdtool.runtime.kernels.matrix_formats import FORMAT_OF_TYPE, MatrixKind, by_rows, type_of
+from hdtool.runtime.kernels.matrix_formats import BlockFormat, by_rows
 from hdtool.runtime.kernels.transposed_rows import expand_of, transpose_of
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, ITEM_SIZE, LANES, line_after
 
@@ -128,32 +128,29 @@ class Kernels:
 
 
 @cache
-def matmul_of(kind: MatrixKind, size: int) -> Kernels:
-    """Compile the matmul for a format whose numbers or blocks have ``size`` bytes.
-
-    Keep the result alive as long as its address is used.
-    """
+def matmul_of(format: BlockFormat) -> Kernels:
+    """Compile a format's matmul; keep the result alive as long as its address is used."""
     unpack, expand = (transpose_of, expand_of) if HAS_PANELS else (unpack_of, unpack_of)
-    format = FORMAT_OF_TYPE.get(type_of(kind))
     return Kernels(
-        block_size=format.block_size if format else 1,
-        bytes=size,
+        block_size=format.block_size,
+        bytes=format.bytes,
         stored_rows=1,
         tile_out_features=TILE_OUT_FEATURES,
-        tiles=_tiles_of(kind).address,
+        tiles=_tiles_of(format).address,
         tile_rows=MAX_TILE_ROWS,
         has_even_tiles=True,
-        prepare=0 if size == ITEM_SIZE else _interleave_function().address,  # float32 needs no unpacking
+        prepare=0 if format.bytes == ITEM_SIZE else _interleave_function().address,  # float32 needs no unpacking
         prepared_bytes=PREPARED_COLUMNS * ITEM_SIZE,
         direct_rows=MAX_DIRECT_ROWS,
-        unpack=unpack(kind).address,
-        expand=expand(kind).address,
+        unpack=unpack(format).address,
+        expand=expand(format).address,
     )
 
 
 @c_function(TILES)
-def _tiles_of(kind: MatrixKind) -> Any:
+def _tiles_of(format: BlockFormat) -> Any:
     """Return ``multiply_tiles`` for a format."""
+    name = format.name
 
     def multiply_tiles(
         matrix: int,
@@ -172,13 +169,13 @@ def _tiles_of(kind: MatrixKind) -> Any:
         """
         if out_features < TILE_OUT_FEATURES:
             for out in range(out_features):
-                _single(matrix + out * stride, kind, columns, inputs, outputs + out * ITEM_SIZE, output_stride, 1)
+                _single(matrix + out * stride, name, columns, inputs, outputs + out * ITEM_SIZE, output_stride, 1)
         elif rows <= MAX_DIRECT_ROWS:
             for out in range(0, out_features, _ROW_OUT_FEATURES[rows]):
-                _few(matrix + out * stride, kind, columns, inputs, outputs + out * ITEM_SIZE, output_stride, rows)
+                _few(matrix + out * stride, name, columns, inputs, outputs + out * ITEM_SIZE, output_stride, rows)
         else:
             for out in range(0, out_features, _ROW_OUT_FEATURES[rows]):
-                _many(matrix + out * stride, kind, columns, inputs, outputs + out * ITEM_SIZE, output_stride, rows)
+                _many(matrix + out * stride, name, columns, inputs, outputs + out * ITEM_SIZE, output_stride, rows)
 
     return multiply_tiles
 

@@ -1,4 +1,4 @@
-"""Matrix formats as argument types of compiled functions, and code that unpacks blocks in registers.
+"""Matrix formats, and code that unpacks blocks in registers.
 
 Layouts are those of ggml, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h, and two for torchao. A weight
 is ``d * q``, ``d * q + m`` or ``d * q - m``, where each operation rounds once. In GGUF files, ``d`` has at most 17 bits
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,66 +17,27 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from llvmlite.binding import add_symbol  # type: ignore[import-untyped]
 from numba import types
 from numba.core.cgutils import add_global_variable
-from numba.core.imputils import lower_constant
-from numba.core.typing.typeof import typeof_impl
-from numba.extending import NativeValue, models, register_model, unbox
 
 from hdtool.runtime.kernels.compiled import WORD, generated
 from hdtool.runtime.kernels.vector_code import FLOAT, HALF, INDEX, LANES, OCTET, SHORT, VectorCode
 
-
-@dataclass(frozen=True)
-class MatrixKind:
-    name: str
-
-
-class MatrixKindType(types.Type):
-    """Numba type of a matrix kind; code is specialized for each kind."""
-
-    def __init__(self, kind_name: str) -> None:
-        super().__init__(f"MatrixKind({kind_name})")
-        self.kind_name = kind_name
-
-
-register_model(MatrixKindType)(models.OpaqueModel)
-
-
-def type_of(kind: MatrixKind) -> MatrixKindType:
-    return MatrixKindType(kind.name)
-
-
-@typeof_impl.register(MatrixKind)
-def _typeof(kind: MatrixKind, _: object) -> MatrixKindType:
-    return type_of(kind)
-
-
-@unbox(MatrixKindType)  # type: ignore[no-untyped-call]
-def _unboxed(_: object, __: object, compiled: Any) -> Any:
-    return NativeValue(compiled.context.get_dummy_value())  # type: ignore[no-untyped-call]
-
-
-@lower_constant(MatrixKindType)  # type: ignore[no-untyped-call]
-def _constant(target: Any, _: object, __: object, ___: object) -> Any:
-    return target.get_dummy_value()
-
-
 Case = TypeVar("Case")
 Tile = Callable[..., None]
-"""Generates a tile's code, given an IR builder, the numba type of the format and the arguments of ``by_rows``."""
+"""Generates a tile's code, given an IR builder, the format and the arguments of ``by_rows``."""
 
 
 def by_rows(tiles: Mapping[int, Tile]) -> Any:
     """Return an intrinsic that runs the tile ``tiles[rows]``, where ``rows`` is the intrinsic's last argument.
 
-    Arrays are given by address; ``kind`` is the matrix format.
+    Arrays are given by address; ``name`` is that of the matrix format.
     """
 
     @generated(types.int64, None, *[types.int64] * 5)
     def run(
-        builder: Any, matrix: Any, kind: Any, columns: Any, inputs: Any, outputs: Any, output_stride: Any, rows: Any
+        builder: Any, matrix: Any, name: str, columns: Any, inputs: Any, outputs: Any, output_stride: Any, rows: Any
     ) -> None:
         for _, tile in cases(builder, rows, tiles):
-            tile(builder, kind, matrix, columns, inputs, outputs, output_stride)
+            tile(builder, FORMATS[name], matrix, columns, inputs, outputs, output_stride)
 
     return run
 
@@ -105,11 +66,6 @@ class BlockFormat:
     """Weights per block."""
     bytes: int
 
-    @cached_property
-    def kind(self) -> MatrixKind:
-        """The format as an argument of compiled code."""
-        return MatrixKind(self.name)
-
     def row_bytes(self, columns: int) -> int:
         return columns // self.block_size * self.bytes
 
@@ -134,9 +90,16 @@ INT8 = BlockFormat("int8", None, 64, 68)
 INT4 = BlockFormat("int4", None, 64, 40)
 """A float32 scale and minimum, then 4-bit integers: 16 bytes for each 32 columns, whose low halves hold the first 16
 columns."""
+FLOAT32, BFLOAT16, FLOAT16 = NUMBERS = (
+    BlockFormat("float32", None, 1, 4),
+    BlockFormat("bfloat16", None, 1, 2),
+    BlockFormat("float16", None, 1, 2),
+)
+"""Numbers that are stored by themselves, as blocks of one."""
 ALL_FORMATS = (*FORMATS_BY_GGUF_TYPE.values(), INT8, INT4)
 FORMATS_BY_NAME = {block_format.name: block_format for block_format in ALL_FORMATS}
-FORMAT_OF_TYPE = {type_of(block_format.kind): block_format for block_format in ALL_FORMATS}
+FORMATS = FORMATS_BY_NAME | {numbers.name: numbers for numbers in NUMBERS}
+"""The formats of packed blocks and those of ``NUMBERS``, by name."""
 VALUE_TABLES = {
     "IQ4_NL": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
     "MXFP4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),

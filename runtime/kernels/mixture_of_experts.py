@@ -273,7 +273,7 @@ def expert_matrices(weight: Any, panels: Mapping[int, Any]) -> list[ExpertMatric
     matrices = []
     for part in parts:
         panel = panels.get(part.data_ptr())
-        matmul = panel.matmul if panel else matmul_of(*format_of(part)).address
+        matmul = panel.matmul if panel else matmul_of(format_of(part)).address
         memory, size = (panel.data_ptr(), panel.nbytes) if panel else (part.data_ptr(), part.nbytes)
         matrices.append(ExpertMatrices(matmul, memory, size // len(stored)))
     return matrices

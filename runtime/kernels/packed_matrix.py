@@ -45,7 +45,7 @@ class PackedMatrix:
         self.blocks, self.format = blocks, format
         self.shape = torch.Size((len(blocks), blocks.shape[1] // format.bytes * format.block_size))
         self.device = blocks.device
-        self.itemsize, self.nbytes = format.bytes, blocks.nbytes
+        self.nbytes = blocks.nbytes
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -16,14 +16,13 @@ from numba import types
 from hdtool.runtime.kernels.compiled import BYTES, WORD, c_function, caller_of, compiled, generated
 from hdtool.runtime.kernels.gemm_tiles import ELEMENT_TYPES, Numbers
 from hdtool.runtime.kernels.matrix_formats import (
-    FORMAT_OF_TYPE,
+    FORMATS,
     INT4,
     PRECOMPUTED_SCALES,
     VALUE_TABLES,
     BlockCode,
     BlockFormat,
     Expand,
-    MatrixKind,
 )
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, ITEM_SIZE, LANES, OCTET, FloatCode, VectorCode
 
@@ -60,45 +59,46 @@ call_transpose, call_expand = caller_of(TRANSPOSE), caller_of(EXPAND)
 
 
 @c_function(TRANSPOSE)
-def transpose_of(kind: MatrixKind) -> Any:
+def transpose_of(format: BlockFormat) -> Any:
     """Return the function that transposes rows of a format into memory that ``expand_lane`` reads."""
+    name = format.name
 
     def transpose_rows(matrix: int, stride: int, rows: int, columns: int, written: int) -> None:
-        _transpose_rows(matrix, kind, stride, rows, columns, written)
+        _transpose_rows(matrix, name, stride, rows, columns, written)
 
     return transpose_rows
 
 
 @c_function(EXPAND)
-def expand_of(kind: MatrixKind) -> Any:
+def expand_of(format: BlockFormat) -> Any:
     """Return the function that expands some columns of one lane of transposed rows to float32."""
+    name = format.name
 
     def expand_lane(panel: int, row_columns: int, lane: int, first: int, columns: int, written: int, step: int) -> None:
-        _expand_lane(panel, kind, row_columns, lane, first, columns, written, step)
+        _expand_lane(panel, name, row_columns, lane, first, columns, written, step)
 
     return expand_lane
 
 
 @generated(types.int64, None, *[types.int64] * 4)
-def _transpose_rows(builder: Any, matrix: Any, kind: Any, stride: Any, rows: Any, columns: Any, written: Any) -> None:
+def _transpose_rows(builder: Any, matrix: Any, name: str, stride: Any, rows: Any, columns: Any, written: Any) -> None:
     """Transpose the first ``LANES`` of ``rows`` matrix rows; if there are fewer, the last is repeated.
 
     At ``written``, there must be room for ``transposed_size(columns)`` numbers.
     """
-    code = FloatCode(builder)
+    code, format = FloatCode(builder), FORMATS[name]
     addresses = [builder.inttoptr(address, BYTES) for address in row_addresses(builder, matrix, stride, rows)]
 
     def write_numbers(column: Any, _: list[Any]) -> list[Any]:
-        numbers = Numbers(code, kind)
+        numbers = Numbers(code, format)
         vectors = [numbers.expanded(code.gep(address, numbers.offset(column))) for address in addresses]
         for lane, vector in enumerate(transposed(code, vectors)):
             code.store(vector, _number_address(builder, written, columns, INDEX(lane), column))
         return []
 
-    if kind in ELEMENT_TYPES:
+    if format in ELEMENT_TYPES:
         code.loop(columns, [], write_numbers)
         return
-    format = FORMAT_OF_TYPE[kind]
 
     def write_block(column: Any, _: list[Any]) -> list[Any]:
         index = builder.udiv(column, INDEX(format.block_size))
@@ -135,7 +135,7 @@ def _number_address(builder: Any, first: Any, columns: Any, lane: Any, column: A
 def _expand_lane(
     builder: Any,
     panel: Any,
-    kind: Any,
+    name: str,
     row_columns: Any,
     lane: Any,
     first: Any,
@@ -148,7 +148,7 @@ def _expand_lane(
     They are written with a stride of ``step`` numbers. ``panel`` is the address of transposed rows of ``row_columns``
     columns.
     """
-    code = FloatCode(builder)
+    code, format = FloatCode(builder), FORMATS[name]
     step_bytes = builder.mul(step, INDEX(ITEM_SIZE))
 
     def store(vector: Any, column: Any) -> None:
@@ -160,10 +160,9 @@ def _expand_lane(
         store(code.read(at), column)
         return []
 
-    if kind in ELEMENT_TYPES:
+    if format in ELEMENT_TYPES:
         code.loop(columns, [], copy_number)
         return
-    format = FORMAT_OF_TYPE[kind]
 
     def expand_block(column: Any, _: list[Any]) -> list[Any]:
         index = builder.udiv(builder.add(first, column), INDEX(format.block_size))

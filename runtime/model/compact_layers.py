@@ -29,7 +29,7 @@ from hdtool.runtime.kernels.compact_weight import (
 )
 from hdtool.runtime.kernels.compiled import return_free_memory
 from hdtool.runtime.kernels.gemm_tiles import MAX_TILE_ROWS, TILE_OUT_FEATURES
-from hdtool.runtime.kernels.linear_layers import MATRIX_KINDS, compiled_linear, fits_compiled_matmul
+from hdtool.runtime.kernels.linear_layers import FORMATS_OF_DTYPES, compiled_linear, fits_compiled_matmul
 from hdtool.runtime.kernels.matmul_choice import MAX_REGISTER_ROWS
 from hdtool.runtime.kernels.mixture_of_experts import WEIGHTS, arrange_experts, fits_compiled_experts, matrices_of
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix, packed_weight
@@ -139,7 +139,7 @@ def _parameters_by_weight(model: Module) -> dict[int, list[ParameterRef]]:
 def _takes(module: Module, name: str) -> bool:
     """Return True if a module can compute with a compact weight without expanding all of it."""
     if name in WEIGHTS:
-        return fits_compiled_experts(module, MATRIX_KINDS)
+        return fits_compiled_experts(module, FORMATS_OF_DTYPES)
     if name != "weight" or not isinstance(module, Embedding | Linear):
         return False
     weight = module.weight
@@ -147,7 +147,7 @@ def _takes(module: Module, name: str) -> bool:
         return False
     if isinstance(module, Embedding):
         return module.max_norm is None  # with a limit, lookups modify the weight
-    return type(module) is Linear and fits_compiled_matmul(module, MATRIX_KINDS)
+    return type(module) is Linear and fits_compiled_matmul(module, FORMATS_OF_DTYPES)
 
 
 def _is_ordinary(weight: torch.Tensor) -> bool:

@@ -9,15 +9,14 @@ Results with packed and with unpacked weights are compared bit for bit.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 
-from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT32, unpack_matrix
+from hdtool.runtime.kernels.gemm_tiles import unpack_matrix
 from hdtool.runtime.kernels.linear_layers import multiply
 from hdtool.runtime.kernels.machine_name import machine
 from hdtool.runtime.kernels.matmul_choice import matmul_of
-from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, BlockFormat
+from hdtool.runtime.kernels.matrix_formats import BFLOAT16, FLOAT32, FORMATS_BY_GGUF_TYPE, BlockFormat
 from tests.benchmarks.laboratory import Table, parser_of
 from tests.support.packed_blocks import some_matrix
 
@@ -26,13 +25,13 @@ SHAPES = ((1536, 576), (576, 1536), (2048, 2048), (8192, 2048))
 """Shapes of SmolLM2-135M and of a Llama of 1.2 billion weights. Blocks of 256 need a multiple of 256 columns."""
 VALUES_PER_SIDE = 75_000_000
 """Total number of weights per shape, more than the last-level cache holds."""
-Side = tuple[Any, int, list[torch.Tensor]]
-"""Format, bytes per element or block, and the matrices."""
+Side = tuple[BlockFormat, list[torch.Tensor]]
+"""Format, and the matrices."""
 
 
-def product(input: torch.Tensor, kind: Any, size: int, matrix: torch.Tensor) -> torch.Tensor:
+def product(input: torch.Tensor, format: BlockFormat, matrix: torch.Tensor) -> torch.Tensor:
     shape = torch.Size((len(matrix), input.shape[1]))
-    return multiply(matmul_of(kind, size).address, matrix.data_ptr(), shape, input)
+    return multiply(matmul_of(format).address, matrix.data_ptr(), shape, input)
 
 
 def unpacked(blocks: torch.Tensor, columns: int, format: BlockFormat) -> torch.Tensor:
@@ -44,24 +43,24 @@ def unpacked(blocks: torch.Tensor, columns: int, format: BlockFormat) -> torch.T
 def sides_of(shape: tuple[int, int], number: int) -> dict[str, Side]:
     numbers = [torch.randn(shape) for _ in range(number)]
     sides: dict[str, Side] = {
-        "float32": (FLOAT32, 4, numbers),
-        "bfloat16": (BFLOAT16, 2, [matrix.bfloat16() for matrix in numbers]),
+        "float32": (FLOAT32, numbers),
+        "bfloat16": (BFLOAT16, [matrix.bfloat16() for matrix in numbers]),
     }
     for one in FORMATS_BY_GGUF_TYPE.values():
         if shape[1] % one.block_size == 0:
-            sides[one.name] = one.kind, one.bytes, [some_matrix(one, *shape, seed).blocks for seed in range(number)]
+            sides[one.name] = one, [some_matrix(one, *shape, seed).blocks for seed in range(number)]
     return sides
 
 
 def is_same(input: torch.Tensor, sides: dict[str, Side]) -> bool:
     return all(
         torch.equal(
-            product(input, kind, size, matrices[0]),
-            product(input, FLOAT32, 4, unpacked(matrices[0], input.shape[1], one)),
+            product(input, one, matrices[0]),
+            product(input, FLOAT32, unpacked(matrices[0], input.shape[1], one)),
         )
         for one in FORMATS_BY_GGUF_TYPE.values()
         if one.name in sides
-        for kind, size, matrices in [sides[one.name]]
+        for _, matrices in [sides[one.name]]
     )
 
 
@@ -69,10 +68,10 @@ def fastest(input: torch.Tensor, sides: dict[str, Side], repeats: int) -> dict[s
     """Return the milliseconds of the matmuls with all matrices of each side; sides take turns."""
     best = dict.fromkeys(sides, float("inf"))
     for _ in range(repeats):
-        for name, (kind, size, matrices) in sides.items():
+        for name, (format, matrices) in sides.items():
             started = time.process_time()
             for matrix in matrices:
-                product(input, kind, size, matrix)
+                product(input, format, matrix)
             best[name] = min(best[name], (time.process_time() - started) * 1e3)
     return best
 

@@ -9,7 +9,7 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 
 from hdtool.runtime.kernels.int8_dot_products import DOT_OF_SIGNED, has_dot_of_octets
 from hdtool.runtime.kernels.int8_tiles import INT8_TILE_ROWS, panel_tile
-from hdtool.runtime.kernels.matrix_formats import FORMAT_OF_TYPE
+from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, BlockFormat
 
 ARM, MAC = "aarch64-unknown-linux-gnu", "arm64-apple-darwin"
 
@@ -44,15 +44,15 @@ def test_extensions_that_numba_is_set_to_count() -> None:
     assert not has_dot_of_octets(ARM, "neoverse-n1", "-dotprod")
 
 
-def assembly_of(tile: Any, kind: Any) -> str:
-    """Return the assembly of a tile for a processor with the instruction; ``kind`` is the type of the matrix."""
+def assembly_of(tile: Any, format: BlockFormat) -> str:
+    """Return the assembly of a tile for a processor with the instruction; ``format`` is that of the matrix."""
     module = ir.Module()
     module.triple = ARM
     index = ir.IntType(64)
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [index] * 5), "tile")
     builder = ir.IRBuilder(function.append_basic_block())
     matrix, *others = function.args
-    tile(builder, kind, matrix, *others)
+    tile(builder, format, matrix, *others)
     builder.ret_void()
     parsed = binding.parse_assembly(str(module))
     machine = binding.Target.from_triple(ARM).create_target_machine(cpu="neoverse-n1", opt=3)
@@ -62,8 +62,8 @@ def assembly_of(tile: Any, kind: Any) -> str:
 
 
 @pytest.mark.parametrize("rows", [1, INT8_TILE_ROWS])
-@pytest.mark.parametrize("kind", [pytest.param(kind, id=form.name) for kind, form in FORMAT_OF_TYPE.items()])
+@pytest.mark.parametrize("format", [pytest.param(one, id=one.name) for one in ALL_FORMATS])
 @pytest.mark.one_in(2)
-def test_every_format_is_multiplied_with_it(kind: object, rows: int) -> None:
-    code = assembly_of(panel_tile(rows, DOT_OF_SIGNED), kind)
+def test_every_format_is_multiplied_with_it(format: BlockFormat, rows: int) -> None:
+    code = assembly_of(panel_tile(rows, DOT_OF_SIGNED), format)
     assert "sdot" in code and "smull" not in code

@@ -133,13 +133,13 @@ def test_no_memory_is_used_that_was_freed() -> None:
     assert run.returncode == 0, run.stderr
 
 
-def _tile(dot: str | None) -> object:
+def _tile(name: str, dot: str | None) -> object:
     tile = by_rows({1: panel_tile(1, dot)})
 
     @njit(nogil=True)
-    def multiply(panel: int, kind: object, columns: int, inputs: int, records: int, outputs: int) -> None:
-        quantize_row(inputs, kind, columns, records)
-        tile(panel, kind, columns, records, outputs, 0, 1)
+    def multiply(panel: int, columns: int, inputs: int, records: int, outputs: int) -> None:
+        quantize_row(inputs, name, columns, records)
+        tile(panel, name, columns, records, outputs, 0, 1)
 
     return multiply
 
@@ -156,6 +156,6 @@ def test_any_processor_has_the_same_bits(format: BlockFormat) -> None:
         torch.empty(MAX_BLOCK_SIZE // PART * RECORD_SIZE, dtype=torch.uint8),
     )
     found = torch.empty(1, PANEL_ROWS)
-    multiply: object = _tile(ANY_PROCESSOR)
-    multiply(panels.data_ptr(), format.kind, MAX_BLOCK_SIZE, numbers.data_ptr(), records.data_ptr(), found.data_ptr())  # type: ignore[operator]
+    multiply: object = _tile(format.name, ANY_PROCESSOR)
+    multiply(panels.data_ptr(), MAX_BLOCK_SIZE, numbers.data_ptr(), records.data_ptr(), found.data_ptr())  # type: ignore[operator]
     assert torch.equal(found, int8_linear(numbers, panels))

@@ -18,7 +18,7 @@ from hdtool.runtime.kernels import block_gemm, linear_layers as layers, panel_ge
 from hdtool.runtime.kernels.block_gemm import BLOCK_OUT_FEATURES
 from hdtool.runtime.kernels.compact_weight import sharing
 from hdtool.runtime.kernels.compiled import zeroed_records
-from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, TILE_OUT_FEATURES, Operands, unpack_of
+from hdtool.runtime.kernels.gemm_tiles import TILE_OUT_FEATURES, Operands, unpack_of
 from hdtool.runtime.kernels.linear_layers import (
     CompiledLinear,
     compile_linear_layers,
@@ -27,7 +27,7 @@ from hdtool.runtime.kernels.linear_layers import (
     share_weights,
 )
 from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE, KERNELS, MAX_CACHED_VALUES, MAX_REGISTER_ROWS
-from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, BlockFormat
+from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, BFLOAT16, BlockFormat
 from hdtool.runtime.kernels.panel_gemm import GROUP, MAX_LONG_COLUMNS, MAX_RANGE, MAX_ROWS, PANEL
 from hdtool.runtime.kernels.transposed_rows import expand_of, transpose_of
 from hdtool.runtime.target.target import Target

@@ -31,7 +31,7 @@ def test_parts_of_a_matmul_are_the_whole(format: BlockFormat, in_8_bits: bool, b
     matrix, numbers = some_matrix(format, OUTS, MAX_BLOCK_SIZE), torch.randn(ROWS, MAX_BLOCK_SIZE)
     panels = Panels(matrix.blocks, format)
     expected = int8_linear(numbers, panels, bias) if in_8_bits else compiled_linear(numbers, matrix, bias)
-    matmul = int8_matmul_of(format.kind) if in_8_bits else matmul_of(format.kind, format.bytes)
+    matmul = int8_matmul_of(format) if in_8_bits else matmul_of(format)
     weights, found = (panels if in_8_bits else matrix).data_ptr(), torch.empty(ROWS, OUTS)
     for first, end in ((0, ROW_MULTIPLE), (ROW_MULTIPLE, OUTS)):
         added = 0 if bias is None else bias.data_ptr()
@@ -41,4 +41,4 @@ def test_parts_of_a_matmul_are_the_whole(format: BlockFormat, in_8_bits: bool, b
 
 def test_a_matmul_is_made_once() -> None:
     format = next(iter(FORMATS_BY_GGUF_TYPE.values()))
-    assert matmul_of(format.kind, format.bytes) is matmul_of(format.kind, format.bytes)
+    assert matmul_of(format) is matmul_of(format)

@@ -60,7 +60,7 @@ def expected(matrix: PackedMatrix) -> npt.NDArray[np.float32]:
 
 def int8_linear(input: torch.Tensor, panels: Panels, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply like ``torch.nn.functional.linear``, with a contiguous float32 input that is rounded to 8 bits."""
-    return multiply(int8_matmul_of(panels.format.kind).address, panels.data_ptr(), panels.shape, input, bias)
+    return multiply(int8_matmul_of(panels.format).address, panels.data_ptr(), panels.shape, input, bias)
 
 
 def _of_int8(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:

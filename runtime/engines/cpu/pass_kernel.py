@@ -43,9 +43,9 @@ from hdtool.runtime.kernels.compiled import (
     struct_at,
     zeroed_records,
 )
-from hdtool.runtime.kernels.gemm_tiles import block_size_of, unpack_row
+from hdtool.runtime.kernels.gemm_tiles import unpack_row
 from hdtool.runtime.kernels.matmul_choice import KERNELS, MATMUL, call_at
-from hdtool.runtime.kernels.matrix_formats import MatrixKind
+from hdtool.runtime.kernels.matrix_formats import BlockFormat
 from hdtool.runtime.kernels.row_operations import bound_in_place, scale_in_place
 from hdtool.runtime.kernels.topk import FOLD, INFINITY, TOPK_BLOCK, fold, folded_size
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
@@ -85,13 +85,14 @@ IN_CACHE = 1 << 17
 
 
 @c_function(EMBED)
-def embedding_of(kind: MatrixKind, size: int) -> Any:
-    """Return the C function that reads embeddings in a format whose numbers or blocks have ``size`` bytes."""
+def embedding_of(format: BlockFormat) -> Any:
+    """Return the C function that reads embeddings in a format."""
+    name, block_size, block_bytes = format.name, format.block_size, format.bytes
 
     def embed(matrix: int, columns: int, ids_at: int, rows: int, written: int) -> None:
-        ids, stride = array_at(ids_at, (rows,), types.int64), columns // block_size_of(kind) * size
+        ids, stride = array_at(ids_at, (rows,), types.int64), columns // block_size * block_bytes
         for row in range(rows):
-            unpack_row(matrix + ids[row] * stride, kind, columns, written + row * columns * ITEM_SIZE)
+            unpack_row(matrix + ids[row] * stride, name, columns, written + row * columns * ITEM_SIZE)
 
     return embed
 

@@ -219,7 +219,7 @@ class WeightTable:
         weight = parts.embedding.weight
         stored, factor = stored_of(weight), scale_of(parts.embedding) or scaling.multiplier
         record = zeroed_records(outer.OUTER)[0]
-        record.embed, record.embedding = outer.embedding_of(*format_of(stored)).address, stored.data_ptr()
+        record.embed, record.embedding = outer.embedding_of(format_of(stored)).address, stored.data_ptr()
         record.vocabulary, record.multiplier = weight.shape[0], 0.0 if factor == 1.0 else factor
         record.rotary_types, record.rotaries = self.rotary_types, rotary.data_ptr()
         record.known_positions = rotary.shape[2]
@@ -242,7 +242,7 @@ class WeightTable:
     def _fill_inputs(self, record: Record, inputs: LayerInputs[CompiledLinear]) -> None:
         """Fill in the record of the per-layer inputs."""
         stored = stored_of(inputs.embedding.weight)
-        record.embed, record.embedding = outer.embedding_of(*format_of(stored)).address, stored.data_ptr()
+        record.embed, record.embedding = outer.embedding_of(format_of(stored)).address, stored.data_ptr()
         record.multiplier = scale_of(inputs.embedding) or 1.0
         record.projection = self._matmul(MatmulRows.whole(inputs.projection))
         record.scale, record.input_scale = inputs.scale, inputs.input_scale
@@ -344,7 +344,7 @@ class WeightTable:
         if panels := self._panels.get(stored.data_ptr()):
             matmul, matrix = panels.matmul, panels.data_ptr()
         else:
-            matmul, matrix = matmul_of(*format_of(stored)).address, stored.data_ptr()
+            matmul, matrix = matmul_of(format_of(stored)).address, stored.data_ptr()
         return matmul, matrix, rows.end - rows.first, layer.in_features, bias, 0
 
     def check_copies(self) -> None:
@@ -398,7 +398,7 @@ def router_record(router: Router) -> Record:
     """Return the record of a router, without a shared gate."""
     record, (expert_count, width) = zeroed_records(ROUTER)[0], router.weight.shape
     bias, correction = (0 if tensor is None else tensor.data_ptr() for tensor in (router.bias, router.correction))
-    matmul = matmul_of(*format_of(router.weight)).address
+    matmul = matmul_of(format_of(router.weight)).address
     record.scores = matmul, router.weight.data_ptr(), expert_count, width, bias, 0
     record.top_k, record.has_sigmoids, record.renormalizes = router.top, router.has_sigmoids, router.renormalizes
     record.correction, record.groups, record.used_groups = correction, router.groups, router.used_groups
