@@ -99,10 +99,8 @@ def _multiply_panel(expand: int, operands: Operands, weights: int, sums: int) ->
         for column in range(0, columns, MAX_RANGE):
             range_columns = min(MAX_RANGE, columns - column)
             for vector in range(width // LANES):
-                rows_at, to = (
-                    panel + vector * transposed_size(columns) * ITEM_SIZE,
-                    weights + vector * LANES * ITEM_SIZE,
-                )
+                rows_at = panel + vector * transposed_size(columns) * ITEM_SIZE
+                to = weights + vector * LANES * ITEM_SIZE
                 call_expand(expand, (rows_at, columns, lane, column, range_columns, to, width))
             steps, is_first, is_last = range_columns // LANES, column == 0, column + MAX_RANGE >= columns
             part = Operands(weights, out_features, steps, read, rows, outputs, output_stride)

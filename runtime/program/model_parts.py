@@ -153,11 +153,6 @@ class LayerParts(Generic[Matmul]):
         return cast(int, self.matmuls[0].in_features)
 
     @property
-    def mixes(self) -> bool:
-        """True if the layer has attention, a mixer or both."""
-        return self.attention is not None or self.mixer is not None
-
-    @property
     def feeds(self) -> bool:
         """True if the layer has an MLP, experts or both."""
         return bool(self.down) or self.experts is not None

@@ -288,11 +288,8 @@ class _LayerProof:
             if embeddings
             else torch.empty(0)
         )
-        pass_record.row_positions, pass_record.rotary_tables, pass_record.inputs = (
-            row_positions.data_ptr(),
-            tables.data_ptr(),
-            self._inputs.data_ptr(),
-        )
+        pass_record.row_positions, pass_record.rotary_tables = row_positions.data_ptr(), tables.data_ptr()
+        pass_record.inputs = self._inputs.data_ptr()
         lengths = np.array(cache.lengths, np.int64)
         pass_record.row_offsets, pass_record.starts = offsets.ctypes.data, lengths.ctypes.data
         hidden = hidden.clone(memory_format=torch.contiguous_format)
@@ -303,11 +300,8 @@ class _LayerProof:
         for table, tree in zip(origins, trees or [DraftTree.of(0, [0] * (new - 1), range(-1, new - 2))], strict=True):
             fill_origins(table, tree.parents)
         journal = torch.empty(slots * new * mixers.journal_size if mixers else 0, dtype=torch.float32)
-        pass_record.origins, pass_record.journal, pass_record.advances = (
-            origins.ctypes.data,
-            journal.data_ptr(),
-            not trees,
-        )
+        pass_record.origins, pass_record.journal = origins.ctypes.data, journal.data_ptr()
+        pass_record.advances = not trees
         with shared_thread_pool(torch.get_num_threads()).open() as pass_record.thread_pool:
             compute_layers(pass_record, layer, hidden.data_ptr(), scratch.data_ptr())
             for slot, tree in enumerate(trees):

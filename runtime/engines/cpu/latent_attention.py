@@ -42,10 +42,8 @@ def _rotate(pass_record: Record, attention: Record, row: int, read: int, written
         copy_floats(read, width, written)
         return
     if pass_record.splits_pairs:
-        pairs, halves = (
-            array_at(read, (width // 2, 2), types.float32),
-            array_at(written, (2, width // 2), types.float32),
-        )
+        pairs = array_at(read, (width // 2, 2), types.float32)
+        halves = array_at(written, (2, width // 2), types.float32)
         halves[0], halves[1] = pairs[:, 0], pairs[:, 1]
         read = written
     rotate(pass_record, attention, row, read, width, written)

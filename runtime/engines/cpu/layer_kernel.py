@@ -28,12 +28,12 @@ from hdtool.runtime.engines.cpu.layer_record import (
     apply_norm,
     compute_step,
     multiply,
+    multiply_adapted,
     offsets_of,
     rotate,
     starts_of,
 )
 from hdtool.runtime.engines.cpu.mixer_kernel import mix, mixer_scratch_size
-from hdtool.runtime.engines.cpu.side_block import ADD_HIDDEN, JOIN, NORM_ATTENDED, multiply_adapted, side_scratch_size
 from hdtool.runtime.kernels.compiled import (
     Record,
     array_at,
@@ -57,7 +57,7 @@ from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 NORM, APPEND, ATTEND, ADD_MIXER_OUTPUT, GATE, ADD_MLP_OUTPUT, SPLIT, GATE_HEADS, GATE_INPUT, ADD_INPUT, SCALE_OUTPUT = (
     range(11)
 )
-ADD_MIXED = SCALE_OUTPUT + 1
+ADD_MIXED, JOIN, NORM_ATTENDED = range(SCALE_OUTPUT + 1, SCALE_OUTPUT + 4)
 """Steps of a layer between its matmuls, for ``step_function``."""
 
 
@@ -108,6 +108,10 @@ def step_function() -> Any:
             scale_in_place(one + at, rows * width, array_at(layer.factor, (1,), types.float32)[0])
         elif step == ADD_MIXED:
             add_in_place(one + at, two + at, rows * width, pass_record.residual)
+        elif step == JOIN:
+            _join(pass_record, layer.side_norm, one, two, first, end)
+        elif step == NORM_ATTENDED:
+            _norm(pass_record, layer.norm_before_mlp, one + at, rows, one + at)
         else:
             _add(pass_record, layer.norm_after_mlp, one + at, two + at, rows)
 
@@ -125,6 +129,16 @@ def _norm(pass_record: Record, norm: Record, hidden: int, rows: int, normed: int
 def _add(pass_record: Record, norm: Record, hidden: int, added: int, rows: int) -> None:
     _norm(pass_record, norm, added, rows, added)
     add_in_place(hidden, added, rows * pass_record.hidden, pass_record.residual)
+
+
+@compiled
+def _join(pass_record: Record, norm: Record, hidden: int, joined: int, first: int, end: int) -> None:
+    """Write the hidden states of rows ``first`` to ``end - 1``, each joined with the row's embedding and normalized."""
+    width, at = pass_record.hidden, 2 * pass_record.hidden * ITEM_SIZE
+    for row in range(first, end):
+        copy_floats(hidden + row * width * ITEM_SIZE, width, joined + row * at)
+        copy_floats(pass_record.embedded + row * width * ITEM_SIZE, width, joined + row * at + width * ITEM_SIZE)
+    apply_norm(pass_record, norm, pass_record.epsilon, joined + first * at, end - first, 2 * width, joined + first * at)
 
 
 @compiled
@@ -220,6 +234,15 @@ def _widest(layers: Record) -> tuple[int, int]:
 
 
 @compiled
+def _side_scratch_size(pass_record: Record, layer: Record) -> int:
+    """Return how many float32 values of scratch memory a layer's side block needs per row."""
+    adapted = 0
+    for adapter in (layer.adapters.queries, layer.adapters.gate):
+        adapted = max(adapted, adapter.first.out_features + adapter.second.out_features)
+    return 2 * pass_record.hidden + adapted if layer.side_out.kernels else 0
+
+
+@compiled
 def layers_scratch_size(pass_record: Record, layers: Record, positions: int) -> int:
     """Return how many float32 values of scratch memory ``compute_layers`` needs for up to ``positions`` positions."""
     rows, attention_scratch, side_scratch = pass_record.total_rows, 0, 0
@@ -239,7 +262,7 @@ def layers_scratch_size(pass_record: Record, layers: Record, positions: int) -> 
         if attention.latents.expansion:
             parts = parts_of(pass_record.threads, attention.groups, 1)
             attention_scratch = max(attention_scratch, parts * absorbed_scratch_size(attention.width))
-        side_scratch = max(side_scratch, side_scratch_size(pass_record, layers[number]))
+        side_scratch = max(side_scratch, _side_scratch_size(pass_record, layers[number]))
     row_scratch_size += side_scratch
     total = rows * row_scratch_size + max(attention_scratch, rows * pass_record.expert_scratch)
     return max(total, 2 * rows * pass_record.hidden + mixer_scratch_size(pass_record))  # type: ignore[no-any-return]
@@ -307,16 +330,17 @@ def _compute_beside(
     joined: int,
 ) -> None:
     """Write what a mixer reads to ``normed``: the norm of hidden states plus the output of the block beside it."""
-    function, size = pass_record.side_function, rows * pass_record.hidden
+    size = rows * pass_record.hidden
     rest = joined + 2 * size * ITEM_SIZE
-    compute_step(pass_record, function, layer, JOIN, hidden, joined, 0, rows, 2 * size)
+    _compute(pass_record, layer, JOIN, hidden, joined, 0, rows, 2 * size)
     _attend_heads(pass_record, layer, joined, rows, memory, gated, rest)
     multiply(pass_record, layer.attention.out, memory[3], rows, normed)
-    compute_step(pass_record, function, layer, NORM_ATTENDED, normed, 0, 0, rows, size)
+    _compute(pass_record, layer, NORM_ATTENDED, normed, 0, 0, rows, size)
     _compute_gated(pass_record, layer, normed, rows, gate, up, rest)
     multiply(pass_record, layer.down, gate, rows, normed)
     multiply(pass_record, layer.side_out, normed, rows, joined)
-    compute_step(pass_record, function, layer, ADD_HIDDEN, joined, hidden, normed, rows, size)
+    _compute(pass_record, layer, ADD_MIXED, joined, hidden, 0, rows, size)
+    _compute(pass_record, layer, NORM, joined, normed, 0, rows, size)
 
 
 @compiled

@@ -226,7 +226,8 @@ PASS = np.dtype(
         ("inputs", np.int64),  # address of the inputs ``[rows, layers * width]``
         ("inputs_stride", np.int64),  # between rows
         # Blocks beside mixers.
-        ("embedded", np.int64),  # address of the rows' embeddings, if there is a ``side_function``
+        ("has_side_blocks", np.bool_),
+        ("embedded", np.int64),  # address of the rows' embeddings, if there are side blocks
         # Threads and functions.
         ("thread_pool", np.int64),  # the open thread pool, 0 for none
         ("threads", np.int64),  # number of threads
@@ -234,7 +235,6 @@ PASS = np.dtype(
         ("mixer_function", np.int64),  # address of ``mixer_function``
         ("expert_function", np.int64),  # address of ``expert_function``; 0 in models without experts
         ("latent_function", np.int64),  # address of ``latent_function``; 0 in models without latent attention
-        ("side_function", np.int64),  # address of ``side_function``; 0 in models without blocks beside mixers
         # Experts.
         ("expert_scratch", np.int64),  # scratch memory per row
         ("active_experts", np.int64),  # number of distinct experts used so far in the pass, summed over layers
@@ -285,6 +285,19 @@ def multiply(pass_record: Record, matmul: Record, inputs: int, rows: int, output
     )
     if matmul.factors:
         scale_columns(outputs, matmul.factors, matmul.out_features, rows)
+
+
+@compiled
+def multiply_adapted(
+    pass_record: Record, matmul: Record, adapter: Record, read: int, rows: int, scratch: int, written: int
+) -> None:
+    """Call ``multiply`` and then add the output of the matmul's adapter, if it has one."""
+    multiply(pass_record, matmul, read, rows, written)
+    if adapter.first.kernels:
+        added = scratch + rows * adapter.first.out_features * ITEM_SIZE
+        multiply(pass_record, adapter.first, read, rows, scratch)
+        multiply(pass_record, adapter.second, scratch, rows, added)
+        add_in_place(written, added, rows * matmul.out_features, np.float32(1))
 
 
 @compiled

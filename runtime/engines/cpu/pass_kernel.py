@@ -63,10 +63,7 @@ OUTER = np.dtype(
         ("rotary_types", np.int64),
         ("rotaries", np.int64),  # address of cosines and sines ``[rotary_types, 2, known_positions, width]``
         ("known_positions", np.int64),
-        (
-            "caching_layers",
-            np.int64,
-        ),  # number of layers up to the last one whose keys, values or states later rows need
+        ("caching_layers", np.int64),  # layers up to the last one whose keys, values or states later rows need
         ("norm", NORM),  # the final norm
         ("epsilon", np.float32),  # of the final norm
         ("normed", np.int64),  # address to which normed hidden states are written
@@ -103,7 +100,7 @@ def pass_scratch_size(pass_record: Record, layers: Record, rotary_types: int, po
     before = rotary_types * _rotary_size(pass_record) + layer_inputs_size(
         pass_record.inputs_stride, pass_record.total_rows
     )
-    if pass_record.side_function:
+    if pass_record.has_side_blocks:
         before += pass_record.total_rows * pass_record.hidden
     return before + layers_scratch_size(pass_record, layers, positions)
 
@@ -148,7 +145,7 @@ def _compute_pass(record: Any, thread_pool: int, slots: int, rows: int, forced_t
         pass_record.inputs = rest
         compute_layer_inputs(pass_record, outer.layer_inputs, record.ids, rows, hidden, rest)
         rest += layer_inputs_size(pass_record.inputs_stride, rows) * ITEM_SIZE
-    if pass_record.side_function:
+    if pass_record.has_side_blocks:
         pass_record.embedded = rest
         copy_floats(hidden, rows * pass_record.hidden, rest)
         rest += rows * pass_record.hidden * ITEM_SIZE
@@ -193,10 +190,8 @@ def _copy_rotary(pass_record: Record, outer: Record, positions: Ints) -> None:
     """Copy the cosines and then the sines of all rows' positions, for each rotary type."""
     rows, size = len(positions), pass_record.rotary_width * ITEM_SIZE
     for table in range(2 * outer.rotary_types):
-        table_at, written = (
-            outer.rotaries + table * outer.known_positions * size,
-            pass_record.rotary_tables + table * rows * size,
-        )
+        table_at = outer.rotaries + table * outer.known_positions * size
+        written = pass_record.rotary_tables + table * rows * size
         for row in range(rows):
             copy_floats(table_at + positions[row] * size, pass_record.rotary_width, written + row * size)
 
@@ -410,10 +405,8 @@ def accept_path(pass_at: int, thread_pool: int, path: Array) -> None:
 
 @compiled
 def _walk(record: Any, slot: int, forced_tokens: Array, tokens: Array, parents: Array) -> tuple[int, bool]:
-    vocabulary, argmax_walk = (
-        record.outer_record.head.out_features,
-        array_at(record.argmax_walks, (slot + 1, 2, TREE_ROWS), np.int64)[slot],
-    )
+    vocabulary = record.outer_record.head.out_features
+    argmax_walk = array_at(record.argmax_walks, (slot + 1, 2, TREE_ROWS), np.int64)[slot]
     first = array_at(record.offsets, slot + 1, np.int64)[slot]
     logits = record.outer_record.logits + first * vocabulary * ITEM_SIZE
     return walk_argmax(

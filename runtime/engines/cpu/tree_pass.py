@@ -206,10 +206,8 @@ class TreePass:
         assert mixers, "nothing is kept without mixers"
         pass_record = record.pass_record.copy()
         rows = int(pass_record.slots * pass_record.new)
-        layers, journal = (
-            self._memory["layers"][: record.layer_count],
-            self._memory["journal"][: rows * mixers.journal_size],
-        )
+        layers = self._memory["layers"][: record.layer_count]
+        journal = self._memory["journal"][: rows * mixers.journal_size]
         return KeptRows(mixers, pass_record, layers.copy(), journal.copy())
 
     def _compute(self, *arguments: Any) -> bool:
@@ -240,10 +238,8 @@ class TreePass:
         table, capacity, memory = self._table, storage.capacity, self._memory
         rows = self._slots * self._rows
         record = self._record
-        record.pass_record, record.outer_record = (
-            table.pass_record(self._slots, self._rows),
-            table.outer_record(capacity),
-        )
+        record.pass_record = table.pass_record(self._slots, self._rows)
+        record.outer_record = table.outer_record(capacity)
         self._storage, self._threads, self._version = weakref.ref(storage), threads, table.version
         record.rows, record.layer_count, record.mask_width = self._rows, table.layer_count, capacity
         memory["layers"], memory["last_masks"][:] = table.with_cache(storage).copy(), 0

@@ -27,7 +27,6 @@ from hdtool.runtime.engines.cpu.layer_experts import expert_function
 from hdtool.runtime.engines.cpu.layer_kernel import step_function
 from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS
 from hdtool.runtime.engines.cpu.mixer_table import MixerTable
-from hdtool.runtime.engines.cpu.side_block import side_function
 from hdtool.runtime.kernels.compact_weight import is_compact, stored_of
 from hdtool.runtime.kernels.compiled import Array, Record, zeroed_records
 from hdtool.runtime.kernels.int8_matmul import Panels
@@ -189,8 +188,7 @@ class WeightTable:
         pass_record.is_parallel = described.is_parallel
         for layer in filter(lambda layer: layer.down, self._parts.layers):
             pass_record.activation = ACTIVATIONS[layer.activation]
-        if any(layer.side for layer in self._parts.layers):
-            pass_record.side_function = side_function().address
+        pass_record.has_side_blocks = any(layer.side for layer in self._parts.layers)
         pass_record.gates_heads = attention.gates_heads
         if self.mixers:
             self.mixers.fill_pass_record(pass_record)
@@ -230,9 +228,8 @@ class WeightTable:
             record.divisor, record.softcap = divisor, scaling.softcap or 0.0
         record.caching_layers = len(parts.layers)
         if not self.watches_hidden:
-            record.caching_layers = (
-                max(number for number, layer in enumerate(parts.layers) if layer.kv_source is None) + 1
-            )
+            own = [number for number, layer in enumerate(parts.layers) if layer.kv_source is None]
+            record.caching_layers = own[-1] + 1
         record.placeholders, record.placeholder_count = self._placeholders.ctypes.data, len(self._placeholders)
         if inputs := parts.inputs:
             self._fill_inputs(record.layer_inputs, inputs)
