@@ -20,10 +20,9 @@ from hdtool.runtime.engines.step_interface import StepOutput
 from hdtool.runtime.model.hidden_states import HiddenStates
 from hdtool.runtime.model.transformers_internals import experts_on_device
 from hdtool.runtime.program.added_mixture import MixtureParts
-from hdtool.runtime.program.embedding_and_head import EmbeddingAndHead, InputParts, Rotary, rotary_kinds, rotary_of
+from hdtool.runtime.program.embedding_and_head import EmbeddingAndHead, Rotary, rotary_kinds, rotary_of
 from hdtool.runtime.program.latent_parts import LatentParts
 from hdtool.runtime.program.llama_like_families import Family
-from hdtool.runtime.program.mixer_parts import MixerParts
 from hdtool.runtime.program.model_parts import LayerParts, ModelParts
 from hdtool.runtime.program.side_block import GATE_UP, PROJECTIONS, SideBlock
 
@@ -71,6 +70,7 @@ def adapted(matmul: Matmul, side: SideBlock[Module] | None, names: Sequence[str]
 class AttentionPlan:
     """The matmuls of one layer's attention, and the settings of the operations between them."""
 
+    parts: LayerParts[Module]
     qkv: Matmul
     out: Matmul
     head_norms: HeadNorms
@@ -79,13 +79,8 @@ class AttentionPlan:
     """Layer type to pass to the rotary module; None without rotary positions."""
     source: int
     """Index of the layer whose cached keys and values are read."""
-    is_source: bool
-    """True if the layer reads its own keys and values; otherwise ``qkv`` computes queries alone."""
     gates_heads: bool
     """True if ``qkv`` writes an output gate after each query head."""
-    repeats_keys: bool
-    """True if the keys, before norm and rotation, are also the values."""
-    value_norm: Matmul | None
     residuals: ClassVar[tuple[Residual, ...]] = ()
     """Empty: between the matmuls, only heads are normalized."""
 
@@ -97,10 +92,11 @@ class AttentionPlan:
             both = queries.view(len(rows), layout.query_heads, 2, layout.width)
             gates = both[:, :, 1].flatten(1)
             qkv = torch.cat([both[:, :, 0].flatten(1), keys_and_values], dim=1)
-        if self.value_norm:
+        if norm := self.parts.value_norm:
             columns = layout.key_heads * layout.width
-            values = self.value_norm(qkv[:, -columns:].view(len(rows), layout.key_heads, layout.width)).flatten(1)
-            qkv = torch.cat([qkv if self.repeats_keys else qkv[:, :-columns], values], dim=1)
+            values = norm(qkv[:, -columns:].view(len(rows), layout.key_heads, layout.width)).flatten(1)
+            repeats_keys = len(self.parts.qkv) == 2  # before norm and rotation, they are also the values
+            qkv = torch.cat([qkv if repeats_keys else qkv[:, :-columns], values], dim=1)
         return qkv, gates
 
     def attended(
@@ -108,7 +104,7 @@ class AttentionPlan:
     ) -> torch.Tensor:
         """Return the attention's output for normalized rows, and write their keys and values to the cache."""
         qkv, gates = self.projected(rows)
-        written = cached if self.is_source else None
+        written = cached if self.parts.kv_source is None else None
         queries = operations.rotate_and_store(qkv, rotary, self.head_norms, written, self.layout)
         mixed = operations.attention(queries, cached, self.layout)
         return self.out(mixed if gates is None else mixed * gates.sigmoid())
@@ -131,12 +127,12 @@ class SidePlan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The parts of one layer, in the order in which a pass computes them."""
+    """What a pass computes in one layer, in this order."""
 
+    parts: LayerParts[Module]
     side: SidePlan | None
     """Block of the layer's attention and MLP beside the mixer; ``attention`` and ``feed`` are then None."""
     attention: AttentionPlan | LatentPlan | None
-    mixer: MixerParts[Module] | None
     mixer_factor: float
     """Scales the mixer's output."""
     middle: Residual
@@ -147,10 +143,8 @@ class LayerPlan:
     """True if ``feed`` reads the same rows as attention."""
     end: Residual
     """Residual after the MLP, normalized for the next or the output layer unless ``last`` does that."""
-    inputs: InputParts[Module] | None
     added: Residual
     """How the per-layer input is added to the hidden states."""
-    factor: torch.Tensor | None
     last: Residual | None
     """Norm before the next layer or the output layer, if hidden states change after ``end``."""
 
@@ -223,17 +217,15 @@ class ProgramLayers:
         multiplier = float(getattr(layer.layer, family.layer.residual)) if family.layer.residual else 1.0
         is_changed = layer.inputs is not None or layer.factor is not None
         return LayerPlan(
+            layer,
             side,
             attention,
-            layer.mixer,
             factors.get("mixer_out", 1.0),
             Residual(after_attention, before_mlp if feed else next_norm, multiplier),
             feed,
             family.layer.is_parallel,
             Residual(after_mlp, None if is_changed else next_norm, multiplier),
-            layer.inputs,
             Residual(_norm_of(layer.inputs.norm if layer.inputs else None, layer.epsilon, family), None),
-            layer.factor,
             Residual(None, next_norm) if is_changed else None,
         )
 
@@ -255,6 +247,7 @@ class ProgramLayers:
         factors, modules = layer.factors(family), list[Any](layer.qkv)
         scales = [factors.get(name, 1.0) for name in PROJECTIONS][: len(modules)]
         return AttentionPlan(
+            layer,
             scaled(
                 adapted(self._join(modules), layer.side, PROJECTIONS),
                 scales,
@@ -265,10 +258,7 @@ class ProgramLayers:
             layout,
             rotary,
             number if layer.kv_source is None else layer.kv_source,
-            layer.kv_source is None,
             described.gates_heads,
-            len(layer.qkv) == 2,
-            layer.value_norm,
         )
 
     def _latent_plan(
@@ -388,9 +378,9 @@ class ProgramLayers:
     ) -> torch.Tensor | None:
         """Return the sum of a layer's mixer and attention outputs, or None if it has neither."""
         mixed, plan = None, layer.attention
-        if layer.mixer:
+        if mixer := layer.parts.mixer:
             assert states
-            mixed = mix(layer.mixer, rows.view(self._slots, -1, rows.shape[-1]), states, self._operations.mixers)
+            mixed = mix(mixer, rows.view(self._slots, -1, rows.shape[-1]), states, self._operations.mixers)
             mixed = mixed.view(rows.shape)
             mixed = mixed if layer.mixer_factor == 1.0 else mixed * layer.mixer_factor
         if plan is None:
@@ -400,11 +390,11 @@ class ProgramLayers:
 
     def _change(self, layer: LayerPlan, hidden: torch.Tensor, layer_input: torch.Tensor | None) -> None:
         """Add a layer's per-layer input to the hidden states and scale them, in place."""
-        if (parts := layer.inputs) and layer_input is not None:
-            gated = parts.activation_module(parts.gate(hidden)) * layer_input
-            self._operations.add_norm(hidden, parts.out(gated), layer.added)
-        if layer.factor is not None:
-            hidden.mul_(layer.factor)
+        if (inputs := layer.parts.inputs) and layer_input is not None:
+            gated = inputs.activation_module(inputs.gate(hidden)) * layer_input
+            self._operations.add_norm(hidden, inputs.out(gated), layer.added)
+        if layer.parts.factor is not None:
+            hidden.mul_(layer.parts.factor)
 
     def _rotary(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str | None) -> Rotary | None:
         return None if kind is None else rotary_of(self._parts, hidden, positions, kind)
