@@ -28,7 +28,7 @@ from hdtool.runtime.engines.cpu.layer_record import compute_layer_inputs
 from hdtool.runtime.engines.cpu.mixer_kernel import accept
 from hdtool.runtime.engines.cpu.mixer_table import MixerTable
 from hdtool.runtime.engines.cpu.pass_kernel import compile_passes
-from hdtool.runtime.engines.cpu.weight_table import WeightTable, joined_tables
+from hdtool.runtime.engines.cpu.weight_table import WeightTable
 from hdtool.runtime.engines.proofs.probes import PROOF_CONTEXT, PROOF_TREE, logits_of, some_context
 from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel, embedded_tokens
@@ -139,7 +139,7 @@ class _LayerProof:
     ) -> None:
         self._stock, self._recurrent, self._table, self._parts = stock, facts.recurrent, table, parts
         self._trees = TreePasses(stock, facts)
-        self._windows, self._kinds = [window.kind for window in windows], rotary_kinds(parts)
+        self._windows = [window.kind for window in windows]
         self._masks = AttentionMasks([AttentionWindow(FULL)], stock.dtype, stock.device)
         self._random = torch.Generator().manual_seed(0)
         self._embedded = torch.empty(0)
@@ -281,13 +281,7 @@ class _LayerProof:
         slots, new = positions.shape
         pass_record, offsets = self._table.pass_record(slots, new, mask), np.arange(slots + 1) * new
         row_positions = positions.expand(slots, -1).contiguous()
-        kinds = [kind for kind in dict.fromkeys(self._kinds) if kind is not None]
-        embeddings = [rotary_of(self._parts, hidden, row_positions, kind) for kind in kinds]
-        tables = (
-            joined_tables([torch.stack((rotary.cos, rotary.sin)) for rotary in embeddings])
-            if embeddings
-            else torch.empty(0)
-        )
+        tables = self._table.rotary_at(row_positions)
         pass_record.row_positions, pass_record.rotary_tables = row_positions.data_ptr(), tables.data_ptr()
         pass_record.inputs = self._inputs.data_ptr()
         lengths = np.array(cache.lengths, np.int64)
@@ -347,7 +341,7 @@ def _has_same_logits(stock: StockModel, trees: TreePasses, compiled: CompiledMod
     The other layers have been compared on their own.
     """
     vocabulary = embedded_tokens(stock.model)
-    with compiled.first_layer_alone(), _first_layer_alone(parts):
+    with compiled.table.first_layer_alone(), _first_layer_alone(parts):
         expected = _logits_of_passes(BackendEngine([], trees, stock.log), vocabulary)
         compiled.record()  # the model has fewer layers within this block
         actual = _logits_of_passes(BackendEngine([compiled], trees, stock.log), vocabulary)

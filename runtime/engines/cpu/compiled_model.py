@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,10 +94,6 @@ class CompiledModel(Backend):
         self.table.watch(layers)
         if self._is_current:
             self.record()
-
-    def first_layer_alone(self) -> AbstractContextManager[None]:
-        """Return a context manager within which passes compute only the first layer."""
-        return self.table.first_layer_alone()
 
     def prefill(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:
         """Append tokens to a slot in chunks; return None if a chunk can't be computed, after appending earlier ones."""

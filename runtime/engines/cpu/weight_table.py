@@ -248,7 +248,8 @@ class WeightTable:
     def _layer_records(self) -> Record:
         parts = self._parts.layers
         table = zeroed_records(LAYER, len(parts))
-        rotary_widths = {kind: table.shape[-1] for kind, table in zip(self._kinds, self._tables_of(1), strict=True)}
+        first = self._tables_of(torch.zeros(1, 1, dtype=torch.int64))
+        rotary_widths = {kind: rotary.shape[-1] for kind, rotary in zip(self._kinds, first, strict=True)}
         described = zip(table, parts, self._windows, rotary_kinds(self._parts), strict=True)
         for number, (layer, part, window, kind) in enumerate(described):
             matmuls, attention = matmuls_of(part), layer.attention
@@ -359,16 +360,21 @@ class WeightTable:
         """Return cosines and sines ``[kinds, 2, positions, width]`` for at least this many positions."""
         if self._rotary.dim() < 4 or self._rotary.shape[2] < positions:
             count = max(MIN_ROTARY_POSITIONS, positions + positions // 4)
-            if not self._kinds:
-                self._rotary = torch.empty(0, 2, count, 0)
-                return self._rotary
-            self._rotary = joined_tables(self._tables_of(count))
+            self._rotary = self.rotary_at(torch.arange(count)[None])
             self.version += 1  # passes hold the addresses of the previous tensor
         return self._rotary
 
-    def _tables_of(self, count: int) -> list[torch.Tensor]:
+    def rotary_at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return cosines and sines ``[kinds, 2, positions, width]``; those of narrower kinds are padded with zeros."""
+        tables = self._tables_of(positions)
+        if not tables:
+            return torch.empty(0, 2, positions.numel(), 0)
+        widest = max(table.shape[-1] for table in tables)
+        return torch.stack([pad(table, (0, widest - table.shape[-1])) for table in tables])
+
+    def _tables_of(self, positions: torch.Tensor) -> list[torch.Tensor]:
         """Return the cosines and sines ``[2, positions, width]`` of each rotary type."""
-        no_hidden, positions = torch.empty(0, dtype=torch.float32), torch.arange(count)[None]
+        no_hidden = torch.empty(0, dtype=torch.float32)
         embeddings = [rotary_of(self._parts, no_hidden, positions, kind) for kind in self._kinds]
         return [torch.stack((rotary.cos, rotary.sin)) for rotary in embeddings]
 
@@ -377,12 +383,6 @@ def _set(record: Record, path: str, value: Any) -> None:
     """Set a field, such as ``mixer.out``, of a record within records."""
     *outer_fields, field = path.split(".")
     reduce(getitem, outer_fields, record)[field] = value
-
-
-def joined_tables(tables: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack the tables of all rotary types, padding narrower ones with zeros."""
-    widest = max(table.shape[-1] for table in tables)
-    return torch.stack([pad(table, (0, widest - table.shape[-1])) for table in tables])
 
 
 def _expert_scratch_size(layer: Record) -> int:
