@@ -48,17 +48,13 @@ class CompiledLinear(Linear):
 
     def takes(self, input: torch.Tensor) -> bool:
         """Return True if the compiled matmul supports this input and the current weight and bias."""
-        weight, bias = self.weight, self.bias
         return (
             not (torch.compiler.is_compiling() or torch._C._get_tracing_state())  # tracing sees only torch operations
             and type(input) in ORDINARY_TENSORS
             and input.dtype == torch.float32
             and input.is_cpu
-            and is_readable(weight)
-            and weight.dim() == 2
-            and weight.shape[1] == input.shape[-1] == self.in_features
-            and self.in_features % COLUMN_MULTIPLE == 0
-            and (bias is None or _fits_bias(bias, weight.shape[0]))
+            and input.shape[-1] == self.in_features
+            and fits_compiled_matmul(self)
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
         )
@@ -139,9 +135,12 @@ def has_plain_weight(layer: Module) -> bool:
 
 def fits_compiled_matmul(layer: Linear, dtypes: Container[torch.dtype] = (torch.float32,)) -> bool:
     """Return True if the compiled matmul supports the layer, and if its weight has one of ``dtypes``."""
-    if not has_plain_weight(layer):  # some libraries store the weight under another name
-        return False
-    weight, has_columns = layer.weight, layer.in_features % COLUMN_MULTIPLE == 0
-    bias = layer.bias is None or _fits_bias(layer.bias, layer.out_features)
-    plain = weight.dtype in dtypes and weight.is_cpu and weight.is_contiguous()
-    return plain and bias and weight.numel() > 0 and has_columns
+    weight = getattr(layer, "weight", None)  # some libraries store the weight under another name
+    return (
+        is_readable(weight, dtypes)
+        and weight.dim() == 2
+        and weight.shape[1] == layer.in_features
+        and weight.numel() > 0
+        and layer.in_features % COLUMN_MULTIPLE == 0
+        and (layer.bias is None or _fits_bias(layer.bias, len(weight)))
+    )

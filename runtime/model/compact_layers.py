@@ -140,14 +140,11 @@ def _takes(module: Module, name: str) -> bool:
     """Return True if a module can compute with a compact weight without expanding all of it."""
     if name in WEIGHTS:
         return fits_compiled_experts(module, FORMATS_OF_DTYPES)
-    if name != "weight" or not isinstance(module, Embedding | Linear):
-        return False
-    weight = module.weight
-    if not weight.is_cpu or not _is_ordinary(weight) or weight.dim() != 2 or not weight.is_contiguous():
-        return False
-    if isinstance(module, Embedding):
-        return module.max_norm is None  # with a limit, lookups modify the weight
-    return type(module) is Linear and fits_compiled_matmul(module, FORMATS_OF_DTYPES)
+    if name == "weight" and isinstance(module, Embedding):
+        weight = module.weight
+        is_plain = weight.is_cpu and _is_ordinary(weight) and weight.dim() == 2 and weight.is_contiguous()
+        return is_plain and module.max_norm is None  # with a limit, lookups modify the weight
+    return name == "weight" and type(module) is Linear and fits_compiled_matmul(module, FORMATS_OF_DTYPES)
 
 
 def _is_ordinary(weight: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch.nn import Embedding, Linear, Module
 
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, stored_of
 from hdtool.runtime.kernels.int8_dot_products import PANEL_ROWS
-from hdtool.runtime.kernels.linear_layers import CompiledLinear, is_readable
+from hdtool.runtime.kernels.linear_layers import CompiledLinear, fits_compiled_matmul, is_readable
 from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.mixture_of_experts import GATE_UP, CompiledExperts, weight_names
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
@@ -30,8 +30,7 @@ CompiledParts: TypeAlias = ModelParts[CompiledLinear]
 
 def _is_linear(module: Any) -> bool:
     is_compiled = type(module) is CompiledLinear and "forward" not in vars(module)
-    is_whole = is_compiled and module.weight.shape == (module.out_features, module.in_features)
-    return is_whole and all(map(is_readable, module.parameters()))
+    return is_compiled and fits_compiled_matmul(module) and len(module.weight) == module.out_features
 
 
 def _is_embedding(module: Module) -> bool:
