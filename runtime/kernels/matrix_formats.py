@@ -32,7 +32,7 @@ def by_rows(tiles: Mapping[int, Tile]) -> Any:
     Arrays are given by address; ``name`` is that of the matrix format.
     """
 
-    @generated(types.int64, None, *[types.int64] * 5)
+    @generated(types.int64, *[types.int64] * 5)
     def run(
         builder: Any, matrix: Any, name: str, columns: Any, inputs: Any, outputs: Any, output_stride: Any, rows: Any
     ) -> None:
@@ -60,8 +60,6 @@ class BlockFormat:
     """Layout of blocks: consecutive weights of a matrix row that are stored together with their scales."""
 
     name: str
-    gguf_type: int | None
-    """Type number in GGUF files; None for a format that GGUF files don't have."""
     block_size: int
     """Weights per block."""
     bytes: int
@@ -70,33 +68,30 @@ class BlockFormat:
         return columns // self.block_size * self.bytes
 
 
-FORMATS_BY_GGUF_TYPE = {
-    block_format.gguf_type: block_format
-    for block_format in (
-        BlockFormat("Q4_0", 2, 32, 18),
-        BlockFormat("Q4_1", 3, 32, 20),
-        BlockFormat("Q5_0", 6, 32, 22),
-        BlockFormat("Q5_1", 7, 32, 24),
-        BlockFormat("Q8_0", 8, 32, 34),
-        BlockFormat("Q4_K", 12, 256, 144),
-        BlockFormat("Q5_K", 13, 256, 176),
-        BlockFormat("Q6_K", 14, 256, 210),
-        BlockFormat("IQ4_NL", 20, 32, 18),
-        BlockFormat("MXFP4", 39, 32, 17),
-    )
-}
-INT8 = BlockFormat("int8", None, 64, 68)
+GGUF_FORMATS = (
+    BlockFormat("Q4_0", 32, 18),
+    BlockFormat("Q4_1", 32, 20),
+    BlockFormat("Q5_0", 32, 22),
+    BlockFormat("Q5_1", 32, 24),
+    BlockFormat("Q8_0", 32, 34),
+    BlockFormat("Q4_K", 256, 144),
+    BlockFormat("Q5_K", 256, 176),
+    BlockFormat("Q6_K", 256, 210),
+    BlockFormat("IQ4_NL", 32, 18),
+    BlockFormat("MXFP4", 32, 17),
+)
+INT8 = BlockFormat("int8", 64, 68)
 """A float32 scale, then 8-bit integers."""
-INT4 = BlockFormat("int4", None, 64, 40)
+INT4 = BlockFormat("int4", 64, 40)
 """A float32 scale and minimum, then 4-bit integers: 16 bytes for each 32 columns, whose low halves hold the first 16
 columns."""
 FLOAT32, BFLOAT16, FLOAT16 = NUMBERS = (
-    BlockFormat("float32", None, 1, 4),
-    BlockFormat("bfloat16", None, 1, 2),
-    BlockFormat("float16", None, 1, 2),
+    BlockFormat("float32", 1, 4),
+    BlockFormat("bfloat16", 1, 2),
+    BlockFormat("float16", 1, 2),
 )
 """Numbers that are stored by themselves, as blocks of one."""
-ALL_FORMATS = (*FORMATS_BY_GGUF_TYPE.values(), INT8, INT4)
+ALL_FORMATS = (*GGUF_FORMATS, INT8, INT4)
 FORMATS_BY_NAME = {block_format.name: block_format for block_format in ALL_FORMATS}
 FORMATS = FORMATS_BY_NAME | {numbers.name: numbers for numbers in NUMBERS}
 """The formats of packed blocks and those of ``NUMBERS``, by name."""
@@ -327,7 +322,7 @@ class BlockCode:
         return builder.fmul(numbers, builder.shuffle_vector(*both, self.code.integers(list(range(16)))))
 
     def _scaled(self, level: Any, scale: Any, added: Any) -> Any:
-        if added is not None and self._format.gguf_type is not None:
+        if added is not None and self._format not in (INT8, INT4):
             return self.code.multiply_add(level, scale, added)
         weights = self.builder.fmul(level, scale)
         return weights if added is None else self.builder.fadd(weights, added)

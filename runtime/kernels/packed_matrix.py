@@ -68,7 +68,9 @@ class PackedMatrix:
         return self
 
     def float(self) -> torch.Tensor:
-        return self.into(torch.empty(self.shape, dtype=torch.float32))
+        memory = torch.empty(self.shape, dtype=torch.float32)
+        unpack_matrix(self.format, self.data_ptr(), len(self), self.shape[1], memory.data_ptr())
+        return memory
 
     def page_out(self) -> None:
         """Let the system page out the blocks; they are read back from their file or swap on use.
@@ -80,11 +82,6 @@ class PackedMatrix:
             size = (self.data_ptr() + self.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
             if size > 0:
                 ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), MADV_PAGEOUT)
-
-    def into(self, memory: torch.Tensor) -> torch.Tensor:
-        """Expand the matrix into a contiguous float32 tensor of its shape, and return that tensor."""
-        unpack_matrix(self.format, self.data_ptr(), len(self), self.shape[1], memory.data_ptr())
-        return memory
 
     def rows(self, operation: Any, args: Sequence[Any], kwargs: Any) -> torch.Tensor | None:
         """Return the rows that an operation gathers, in float32; None if it doesn't gather whole rows."""
@@ -167,9 +164,6 @@ class PackedExperts(PackedMatrix):
         parts = [part.float().view(len(self), -1, part.shape[1]) for part in self.parts]
         matrix = torch.stack(parts, 2).flatten(1, 2) if self.is_interleaved else torch.cat(parts, 1)
         return matrix.transpose(1, 2) if self.is_transposed else matrix
-
-    def into(self, memory: torch.Tensor) -> torch.Tensor:
-        return memory.copy_(self.float())
 
     def rows(self, operation: Any, args: Sequence[Any], kwargs: Any) -> torch.Tensor | None:
         """Return the experts that an operation gathers, in float32; None if it doesn't gather whole experts."""

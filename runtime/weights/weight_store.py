@@ -137,11 +137,6 @@ class WeightStore(Mapping[str, StoredWeight]):
         """Return a weight's numbers in the dtype in which they are stored; blocks are expanded to float32."""
         return expand_compact(self.read(name))
 
-    def expanded(self, name: str) -> torch.Tensor:
-        """Return a weight's numbers, in float32 if they are floating-point numbers."""
-        numbers = self.numbers(name)
-        return numbers.float() if numbers.is_floating_point() else numbers
-
     def middle_row(self, name: str) -> WeightRow | None:
         """Return a row in the middle of a weight; None if the weight is empty or computed by its ``make``."""
         weight = self[name]

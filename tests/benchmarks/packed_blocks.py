@@ -16,7 +16,7 @@ from hdtool.runtime.kernels.gemm_tiles import unpack_matrix
 from hdtool.runtime.kernels.linear_layers import multiply
 from hdtool.runtime.kernels.machine_name import machine
 from hdtool.runtime.kernels.matmul_choice import matmul_of
-from hdtool.runtime.kernels.matrix_formats import BFLOAT16, FLOAT32, FORMATS_BY_GGUF_TYPE, BlockFormat
+from hdtool.runtime.kernels.matrix_formats import BFLOAT16, FLOAT32, GGUF_FORMATS, BlockFormat
 from tests.benchmarks.laboratory import Table, parser_of
 from tests.support.packed_blocks import some_matrix
 
@@ -46,7 +46,7 @@ def sides_of(shape: tuple[int, int], number: int) -> dict[str, Side]:
         "float32": (FLOAT32, numbers),
         "bfloat16": (BFLOAT16, [matrix.bfloat16() for matrix in numbers]),
     }
-    for one in FORMATS_BY_GGUF_TYPE.values():
+    for one in GGUF_FORMATS:
         if shape[1] % one.block_size == 0:
             sides[one.name] = one, [some_matrix(one, *shape, seed).blocks for seed in range(number)]
     return sides
@@ -58,7 +58,7 @@ def is_same(input: torch.Tensor, sides: dict[str, Side]) -> bool:
             product(input, one, matrices[0]),
             product(input, FLOAT32, unpacked(matrices[0], input.shape[1], one)),
         )
-        for one in FORMATS_BY_GGUF_TYPE.values()
+        for one in GGUF_FORMATS
         if one.name in sides
         for _, matrices in [sides[one.name]]
     )
@@ -80,7 +80,7 @@ def fastest(input: torch.Tensor, sides: dict[str, Side], repeats: int) -> dict[s
 def main() -> None:
     options = parser_of(__doc__, repeats=7).parse_args()
     torch.set_num_threads(1)
-    names = ["float32", "bfloat16", *(one.name for one in FORMATS_BY_GGUF_TYPE.values())]
+    names = ["float32", "bfloat16", *(one.name for one in GGUF_FORMATS)]
     print(machine(torch.device("cpu")) + ", one thread\n")
     table = Table("shape", "rows", *names, "same bits")
     for shape in SHAPES:

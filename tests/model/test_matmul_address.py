@@ -10,7 +10,7 @@ from hdtool.runtime.kernels.compiled import struct_at
 from hdtool.runtime.kernels.int8_matmul import Panels, int8_matmul_of
 from hdtool.runtime.kernels.linear_layers import compiled_linear
 from hdtool.runtime.kernels.matmul_choice import KERNELS, call_at, matmul_of
-from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, BlockFormat
+from hdtool.runtime.kernels.matrix_formats import GGUF_FORMATS, BlockFormat
 from hdtool.runtime.kernels.thread_pool import ROW_MULTIPLE
 from tests.support.packed_blocks import MAX_BLOCK_SIZE, int8_linear, needs_blocks, some_matrix
 
@@ -26,7 +26,7 @@ def called(kernels: int, matrix: int, inputs: int, outputs: int, bias: int, firs
 
 @pytest.mark.parametrize("bias", [None, torch.randn(OUTS)], ids=["without bias", "bias"])
 @pytest.mark.parametrize("in_8_bits", [False, True], ids=["float32", "int8"])
-@pytest.mark.parametrize("format", [pytest.param(one, id=one.name) for one in FORMATS_BY_GGUF_TYPE.values()])
+@pytest.mark.parametrize("format", [pytest.param(one, id=one.name) for one in GGUF_FORMATS])
 def test_parts_of_a_matmul_are_the_whole(format: BlockFormat, in_8_bits: bool, bias: torch.Tensor | None) -> None:
     matrix, numbers = some_matrix(format, OUTS, MAX_BLOCK_SIZE), torch.randn(ROWS, MAX_BLOCK_SIZE)
     panels = Panels(matrix.blocks, format)
@@ -40,5 +40,5 @@ def test_parts_of_a_matmul_are_the_whole(format: BlockFormat, in_8_bits: bool, b
 
 
 def test_a_matmul_is_made_once() -> None:
-    format = next(iter(FORMATS_BY_GGUF_TYPE.values()))
+    format = GGUF_FORMATS[0]
     assert matmul_of(format) is matmul_of(format)

@@ -18,7 +18,7 @@ from hdtool.data import demo
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact, is_packed
-from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
+from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_NAME
 from hdtool.runtime.kernels.mixture_of_experts import CompiledExperts
 from hdtool.runtime.kernels.packed_matrix import PackedExperts
 from hdtool.runtime.target.load import load, load_stock
@@ -79,7 +79,7 @@ def test_int8_activations_multiply_by_the_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_parts_are_read_as_one_tensor(is_transposed: bool, is_interleaved: bool) -> None:
-    format = FORMATS_BY_GGUF_TYPE[8]
+    format = FORMATS_BY_NAME["Q8_0"]
     parts = [some_matrix(format, 3 * 32, 64, seed) for seed in range(2)]
     stored = PackedExperts(parts, 3, is_transposed=is_transposed, is_interleaved=is_interleaved)
     halves = [part.float().view(3, 32, 64) for part in parts]

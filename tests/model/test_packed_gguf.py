@@ -20,7 +20,7 @@ from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
-from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
+from hdtool.runtime.kernels.matrix_formats import GGUF_FORMATS
 from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.model.reference_logits import logits_after, more_precise
@@ -38,7 +38,7 @@ from tests.support.oracle import all_logits, prompt_of
 from tests.support.packed_blocks import needs_blocks
 
 pytestmark = [needs_blocks, pytest.mark.usefixtures("home")]
-KINDS = [one.name for one in FORMATS_BY_GGUF_TYPE.values()]
+KINDS = [one.name for one in GGUF_FORMATS]
 LENGTHS = (1, 2, 3, 5, 16, 64, 65, 100)
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
 """Each matrix has blocks of 256 columns."""

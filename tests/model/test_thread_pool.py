@@ -12,7 +12,7 @@ import torch
 
 from hdtool.runtime.kernels.int8_matmul import Panels
 from hdtool.runtime.kernels.linear_layers import compiled_linear
-from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
+from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_NAME
 from hdtool.runtime.kernels.thread_pool import MIN_PARALLEL_WEIGHTS, ThreadPool, shared_thread_pool
 from tests.support.packed_blocks import MAX_BLOCK_SIZE, int8_linear, needs_blocks, some_matrix
 from tests.support.project import ROOT
@@ -20,7 +20,7 @@ from tests.support.project import ROOT
 pytestmark = [needs_blocks, pytest.mark.usefixtures("torch_threads")]
 COLUMNS = MAX_BLOCK_SIZE
 OUTS = MIN_PARALLEL_WEIGHTS // COLUMNS + 5
-Q4_1 = FORMATS_BY_GGUF_TYPE[3]
+Q4_1 = FORMATS_BY_NAME["Q4_1"]
 
 
 def results(threads: int) -> list[torch.Tensor]:
@@ -79,12 +79,12 @@ def test_a_team_of_one_and_a_team_that_is_busy_are_closed() -> None:
 
 FORKED = """
 import os, torch
-from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
+from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_NAME
 from hdtool.runtime.kernels.linear_layers import compiled_linear
 from tests.support.packed_blocks import some_matrix
 
 torch.set_num_threads(3)
-matrix, numbers = some_matrix(FORMATS_BY_GGUF_TYPE[3], 500, 256), torch.ones(2, 256)
+matrix, numbers = some_matrix(FORMATS_BY_NAME["Q4_1"], 500, 256), torch.ones(2, 256)
 expected = compiled_linear(numbers, matrix)
 child = os.fork()
 if not child:

@@ -15,7 +15,7 @@ import torch
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.engines.captured_functions import never
 from hdtool.runtime.engines.proofs import recurrent_tree_proof as recurrences
-from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
+from hdtool.runtime.kernels.matrix_formats import GGUF_FORMATS
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
@@ -33,7 +33,7 @@ CHAINED = (
 INDEXED = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2", "dots3_note_text", "mistral_large4")
 """Types with indexed attention."""
 
-PACKED = [one.name for one in FORMATS_BY_GGUF_TYPE.values()] if EXPANDS_FLOAT16 else []
+PACKED = [one.name for one in GGUF_FORMATS] if EXPANDS_FLOAT16 else []
 """Formats whose weights stay packed."""
 
 

@@ -38,7 +38,12 @@ def loaded_by_library(path: Path, settings: Any = None) -> PreTrainedModel:
 
 def store_differences(store: WeightStore, expected: PreTrainedModel) -> list[str]:
     """Return a line for each weight that a store lacks, has beside the model's, or reads as other bits."""
-    return differences(store.expanded, store, expected)
+
+    def read(name: str) -> torch.Tensor:
+        numbers = store.numbers(name)
+        return numbers.float() if numbers.is_floating_point() else numbers
+
+    return differences(read, store, expected)
 
 
 def differences(
