@@ -20,7 +20,7 @@ from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.kernels.code_folder import mark_compiled
 from hdtool.runtime.kernels.compile_process import PASSES
 from hdtool.runtime.kernels.int8_matmul import int8_matmul_of
-from hdtool.runtime.kernels.matmul_choice import matmul_of
+from hdtool.runtime.kernels.matmul import matmul_of
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, FORMATS
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History

@@ -33,7 +33,7 @@ _add, _complete = partial_tile(_GROUP_OUT_FEATURES, is_last=False), partial_tile
 
 @compiled
 def multiply_many(kernels: Record, operands: Operands) -> None:
-    """Compute the matmul for many input rows; ``kernels`` is a record of ``matmul_choice.KERNELS``.
+    """Compute the matmul for many input rows; ``kernels`` is a record of ``matmul.KERNELS``.
 
     ``out_features`` must be a multiple of ``TILE_OUT_FEATURES``.
     """

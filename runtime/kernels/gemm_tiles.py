@@ -381,7 +381,7 @@ def interleave(inputs: int, rows: int, columns: int, written: int, group: int) -
 
 @compiled
 def stride_of(kernels: Record, columns: int) -> int:
-    """Return the size of a matrix row or panel in bytes; ``kernels`` is a record of ``matmul_choice.KERNELS``."""
+    """Return the size of a matrix row or panel in bytes; ``kernels`` is a record of ``matmul.KERNELS``."""
     return columns // kernels.block_size * kernels.bytes  # type: ignore[no-any-return]
 
 

@@ -16,7 +16,7 @@ import torch
 from hdtool.runtime.kernels.compiled import c_function
 from hdtool.runtime.kernels.int8_dot_products import PANEL_ROWS, PART, QUAD, PanelFormat, panel_format
 from hdtool.runtime.kernels.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, panel_tile, quantize_row
-from hdtool.runtime.kernels.matmul_choice import PREPARE, PREPARED_COLUMNS, TILES, Kernels
+from hdtool.runtime.kernels.matmul import PREPARE, PREPARED_COLUMNS, TILES, Kernels
 from hdtool.runtime.kernels.matrix_formats import BlockFormat, by_rows
 from hdtool.runtime.kernels.packed_matrix import weight_memory
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE

@@ -10,7 +10,7 @@ from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
 
 from hdtool.runtime.kernels.compact_weight import Stored, is_compact, sharing, stored_of
-from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE, matmul_of
+from hdtool.runtime.kernels.matmul import COLUMN_MULTIPLE, matmul_of
 from hdtool.runtime.kernels.matrix_formats import BFLOAT16, FLOAT16, FLOAT32, BlockFormat
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.thread_pool import parallel_matmul, shared_thread_pool

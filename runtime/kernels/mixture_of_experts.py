@@ -18,7 +18,7 @@ from torch.nn.functional import silu
 from hdtool.runtime.kernels.compact_weight import is_compact, sharing, stored_of
 from hdtool.runtime.kernels.compiled import Array, Record, array_at, compiled, copy_floats
 from hdtool.runtime.kernels.linear_layers import ORDINARY_TENSORS, format_of, is_readable
-from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE, MATMUL, matmul_of
+from hdtool.runtime.kernels.matmul import COLUMN_MULTIPLE, MATMUL, matmul_of
 from hdtool.runtime.kernels.packed_matrix import PackedExperts
 from hdtool.runtime.kernels.row_operations import (
     SILU,

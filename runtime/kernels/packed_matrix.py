@@ -18,7 +18,7 @@ import torch
 from hdtool.data.memory import HUGE_PAGE, mapped_memory
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.gemm_tiles import unpack_matrix
-from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE
+from hdtool.runtime.kernels.matmul import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_NAME, INT4, INT8, BlockFormat
 
 MADV_PAGEOUT = 21

@@ -58,7 +58,7 @@ the next level."""
 
 @compiled
 def multiply_many(kernels: Record, operands: Operands) -> None:
-    """Compute the matmul for many input rows; ``kernels`` is a record of ``matmul_choice.KERNELS``.
+    """Compute the matmul for many input rows; ``kernels`` is a record of ``matmul.KERNELS``.
 
     ``columns`` must be a multiple of ``4 * LANES`` and of the size of a block.
     """

@@ -16,7 +16,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 from hdtool.runtime.kernels.compiled import WORD_SIZE, array_at, compiled, generated, struct_at
-from hdtool.runtime.kernels.matmul_choice import KERNELS, MATMUL_ARGUMENTS, call_at
+from hdtool.runtime.kernels.matmul import KERNELS, MATMUL_ARGUMENTS, call_at
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, PAUSE, VectorCode
 
 WORK = 0

@@ -30,7 +30,7 @@ from hdtool.runtime.kernels.compact_weight import (
 from hdtool.runtime.kernels.compiled import return_free_memory
 from hdtool.runtime.kernels.gemm_tiles import MAX_TILE_ROWS, TILE_OUT_FEATURES
 from hdtool.runtime.kernels.linear_layers import FORMATS_OF_DTYPES, compiled_linear, fits_compiled_matmul
-from hdtool.runtime.kernels.matmul_choice import MAX_REGISTER_ROWS
+from hdtool.runtime.kernels.matmul import MAX_REGISTER_ROWS
 from hdtool.runtime.kernels.mixture_of_experts import WEIGHTS, arrange_experts, fits_compiled_experts, matrices_of
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix, packed_weight
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16

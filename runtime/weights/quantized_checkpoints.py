@@ -22,7 +22,7 @@ from hdtool.data.gguf_header import GGUF_SUFFIX
 from hdtool.data.home import artifacts_at_home
 from hdtool.data.notes import note
 from hdtool.runtime.kernels.compact_weight import narrowed
-from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE
+from hdtool.runtime.kernels.matmul import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_NAME, BlockFormat
 from hdtool.runtime.kernels.mixture_of_experts import WEIGHTS, arrange_experts, matrices_of
 from hdtool.runtime.kernels.packed_matrix import Q4_0, Q8_0, quantize_matrix

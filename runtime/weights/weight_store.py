@@ -20,7 +20,7 @@ import torch
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.kernels.compact_weight import CompactWeight, expand_compact
-from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE
+from hdtool.runtime.kernels.matmul import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_NAME
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix, weight_memory
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16

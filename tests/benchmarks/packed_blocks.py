@@ -15,7 +15,7 @@ import torch
 from hdtool.runtime.kernels.gemm_tiles import unpack_matrix
 from hdtool.runtime.kernels.linear_layers import multiply
 from hdtool.runtime.kernels.machine_name import machine
-from hdtool.runtime.kernels.matmul_choice import matmul_of
+from hdtool.runtime.kernels.matmul import matmul_of
 from hdtool.runtime.kernels.matrix_formats import BFLOAT16, FLOAT32, GGUF_FORMATS, BlockFormat
 from tests.benchmarks.laboratory import Table, parser_of
 from tests.support.packed_blocks import some_matrix

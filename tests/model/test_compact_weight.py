@@ -14,7 +14,7 @@ from torch.nn.functional import embedding, linear
 
 from hdtool.runtime.kernels.compact_weight import CompactWeight, Stored, expand_compact, is_compact, narrowed
 from hdtool.runtime.kernels.linear_layers import compiled_linear
-from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE
+from hdtool.runtime.kernels.matmul import COLUMN_MULTIPLE
 from tests.support.packed_blocks import NAMES, some_matrix
 
 DTYPES = [torch.bfloat16, torch.float16]

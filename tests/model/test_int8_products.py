@@ -14,7 +14,7 @@ from numba import njit
 from hdtool.runtime.kernels.int8_dot_products import ANY_PROCESSOR, PANEL_ROWS, PART, panel_format
 from hdtool.runtime.kernels.int8_matmul import MAX_CHUNK_BYTES, Panels
 from hdtool.runtime.kernels.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, panel_tile, quantize_row
-from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE
+from hdtool.runtime.kernels.matmul import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, BlockFormat, by_rows
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from tests.support.packed_blocks import (

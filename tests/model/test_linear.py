@@ -26,7 +26,7 @@ from hdtool.runtime.kernels.linear_layers import (
     has_compiled_layers,
     share_weights,
 )
-from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE, KERNELS, MAX_CACHED_VALUES, MAX_REGISTER_ROWS
+from hdtool.runtime.kernels.matmul import COLUMN_MULTIPLE, KERNELS, MAX_CACHED_VALUES, MAX_REGISTER_ROWS
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, BFLOAT16, BlockFormat
 from hdtool.runtime.kernels.panel_gemm import GROUP, MAX_LONG_COLUMNS, MAX_RANGE, MAX_ROWS, PANEL
 from hdtool.runtime.kernels.transposed_rows import expand_of, transpose_of

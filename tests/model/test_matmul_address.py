@@ -9,7 +9,7 @@ from numba import njit
 from hdtool.runtime.kernels.compiled import struct_at
 from hdtool.runtime.kernels.int8_matmul import Panels, int8_matmul_of
 from hdtool.runtime.kernels.linear_layers import compiled_linear
-from hdtool.runtime.kernels.matmul_choice import KERNELS, call_at, matmul_of
+from hdtool.runtime.kernels.matmul import KERNELS, call_at, matmul_of
 from hdtool.runtime.kernels.matrix_formats import GGUF_FORMATS, BlockFormat
 from hdtool.runtime.kernels.thread_pool import ROW_MULTIPLE
 from tests.support.packed_blocks import MAX_BLOCK_SIZE, int8_linear, needs_blocks, some_matrix

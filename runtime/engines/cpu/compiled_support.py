@@ -13,7 +13,7 @@ from torch.nn import Embedding, Linear, Module
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, stored_of
 from hdtool.runtime.kernels.int8_dot_products import PANEL_ROWS
 from hdtool.runtime.kernels.linear_layers import CompiledLinear, fits_compiled_matmul, is_readable
-from hdtool.runtime.kernels.matmul_choice import COLUMN_MULTIPLE
+from hdtool.runtime.kernels.matmul import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.mixture_of_experts import GATE_UP, CompiledExperts, weight_names
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
 from hdtool.runtime.kernels.row_operations import ACTIVATIONS as COMPILED_ACTIVATIONS

@@ -13,7 +13,7 @@ from numba import types
 from hdtool.runtime.engines.cpu.attention import BLOCK_QUERIES, add_weighted_sums, chunk_positions, write_scores
 from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS, apply_norm, offsets_of, rotate, starts_of
 from hdtool.runtime.kernels.compiled import Record, array_at, c_function, compiled, copy_floats, struct_at
-from hdtool.runtime.kernels.matmul_choice import STEP
+from hdtool.runtime.kernels.matmul import STEP
 from hdtool.runtime.kernels.row_operations import scale_in_place
 from hdtool.runtime.kernels.thread_pool import parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES

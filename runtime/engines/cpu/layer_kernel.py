@@ -44,7 +44,7 @@ from hdtool.runtime.kernels.compiled import (
     struct_at,
     zeroed_records,
 )
-from hdtool.runtime.kernels.matmul_choice import STEP
+from hdtool.runtime.kernels.matmul import STEP
 from hdtool.runtime.kernels.row_operations import (
     activate,
     add_in_place,

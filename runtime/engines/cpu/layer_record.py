@@ -12,7 +12,7 @@ from numba import types
 
 from hdtool.runtime.kernels.compiled import WORD_SIZE, Ints, Record, array_at, caller_of, compiled, struct_address
 from hdtool.runtime.kernels.layer_norm import layer_norm_rows
-from hdtool.runtime.kernels.matmul_choice import MATMUL
+from hdtool.runtime.kernels.matmul import MATMUL
 from hdtool.runtime.kernels.mixture_of_experts import EXPERTS, ROUTER
 from hdtool.runtime.kernels.row_operations import (
     add_in_place,

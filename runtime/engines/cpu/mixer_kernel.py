@@ -19,7 +19,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     multiply,
 )
 from hdtool.runtime.kernels.compiled import Array, Ints, Record, array_at, c_function, compiled, struct_at
-from hdtool.runtime.kernels.matmul_choice import STEP
+from hdtool.runtime.kernels.matmul import STEP
 from hdtool.runtime.kernels.thread_pool import PARTS_PER_THREAD, parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
 

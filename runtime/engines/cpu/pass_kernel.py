@@ -44,7 +44,7 @@ from hdtool.runtime.kernels.compiled import (
     zeroed_records,
 )
 from hdtool.runtime.kernels.gemm_tiles import unpack_row
-from hdtool.runtime.kernels.matmul_choice import KERNELS, MATMUL, call_at
+from hdtool.runtime.kernels.matmul import KERNELS, MATMUL, call_at
 from hdtool.runtime.kernels.matrix_formats import BlockFormat
 from hdtool.runtime.kernels.row_operations import bound_in_place, scale_in_place
 from hdtool.runtime.kernels.topk import FOLD, INFINITY, TOPK_BLOCK, fold, folded_size

@@ -31,7 +31,7 @@ from hdtool.runtime.kernels.compact_weight import is_compact, stored_of
 from hdtool.runtime.kernels.compiled import Array, Record, zeroed_records
 from hdtool.runtime.kernels.int8_matmul import Panels
 from hdtool.runtime.kernels.linear_layers import format_of
-from hdtool.runtime.kernels.matmul_choice import matmul_of
+from hdtool.runtime.kernels.matmul import matmul_of
 from hdtool.runtime.kernels.mixture_of_experts import ROUTER, experts_record, experts_scratch_size
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.row_operations import ACTIVATIONS
