@@ -19,9 +19,9 @@ from hdtool.runtime.core.engine_interface import PassOptions, Verified
 from hdtool.runtime.core.step import Finish
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
+from hdtool.runtime.engines.capturable_pass import StepOutput
 from hdtool.runtime.engines.captured.static_steps import RECORDED, RECORDED_ROWS, STEP_SIZES, StaticSteps
 from hdtool.runtime.engines.captured_functions import CaptureMaker, Run, never
-from hdtool.runtime.engines.step_interface import StepOutput
 from hdtool.runtime.model.pass_inputs import FULL, MOVES, AttentionMasks, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of, output_tokens, run

@@ -38,10 +38,10 @@ from hdtool.runtime.drafters.trained.draft_passes import READ_CHUNK
 from hdtool.runtime.drafters.trained.path_drafting import path_drafter
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, drafter_of, published_drafter
 from hdtool.runtime.engines import captured_functions
+from hdtool.runtime.engines.capturable_pass import StepOutput, StepPass
 from hdtool.runtime.engines.captured import captured_passes
 from hdtool.runtime.engines.cuda import cuda_graphs
 from hdtool.runtime.engines.cuda.refused_waits import WaitError, waits_refused
-from hdtool.runtime.engines.step_interface import StepOutput, StepPass
 from hdtool.runtime.model.pass_inputs import StepTensors
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target

@@ -17,13 +17,13 @@ from hdtool.runtime.caches.transformers_views import IndexedKVCache
 from hdtool.runtime.core.engine_interface import PassOptions
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.engines.backend import Backend, BackendEngine, RunningPass
+from hdtool.runtime.engines.capturable_pass import StepOutput, StepPass
 from hdtool.runtime.engines.captured.fused_pass import fuse, triton_operations
 from hdtool.runtime.engines.captured.static_steps import StaticSteps
 from hdtool.runtime.engines.captured.transformers_attention import TreeAttention
 from hdtool.runtime.engines.captured_functions import is_out_of_memory, note_uncaptured
 from hdtool.runtime.engines.proofs.probes import two_steps
 from hdtool.runtime.engines.reference.program_pass import ProgramPass
-from hdtool.runtime.engines.step_interface import StepOutput, StepPass
 from hdtool.runtime.model.devices import not_on_one_device_reason
 from hdtool.runtime.model.pass_inputs import AttentionMask
 from hdtool.runtime.model.refusals import context_limit, deviation

@@ -24,9 +24,9 @@ from hdtool.runtime.caches.slots import Cache, Slot
 from hdtool.runtime.core.engine_interface import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.engines.backend import RunningPass
+from hdtool.runtime.engines.capturable_pass import StepOutput, StepPass
 from hdtool.runtime.engines.captured.device_clock import DeviceClock
 from hdtool.runtime.engines.captured_functions import Capture, CapturedRun, CapturedRuns, Run
-from hdtool.runtime.engines.step_interface import StepOutput, StepPass
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import MAX_RANKED
 from hdtool.runtime.model.pass_inputs import StepInput, TransferBuffer

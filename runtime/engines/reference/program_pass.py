@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch.nn import Module
 
+from hdtool.runtime.engines.capturable_pass import StepOutput
 from hdtool.runtime.engines.reference.latent_attention import LatentPlan
 from hdtool.runtime.engines.reference.mixers import mix
 from hdtool.runtime.engines.reference.operations import HeadLayout, HeadNorms, KeysAndValues, Norm, Operations, Residual
 from hdtool.runtime.engines.reference.tree_indices import TreeIndices
 from hdtool.runtime.engines.reference.tree_recurrences import MixerStates, StackedStates
-from hdtool.runtime.engines.step_interface import StepOutput
 from hdtool.runtime.model.hidden_states import HiddenStates
 from hdtool.runtime.model.transformers_internals import experts_on_device
 from hdtool.runtime.program.added_mixture import MixtureParts
