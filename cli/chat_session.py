@@ -13,10 +13,10 @@ from hdtool.cli.answer_output import answer_summary, colors_shown, gain_summary,
 from hdtool.cli.terminal import wrap_for_terminal
 from hdtool.data.conversation import message_turns
 from hdtool.data.errors import ContextError, PromptError, did_you_mean
-from hdtool.data.file_origins import json_object
 from hdtool.data.input_files import input_errors_as
 from hdtool.data.notes import note, tell
 from hdtool.data.output_files import OutputFile
+from hdtool.data.own_files import json_object
 from hdtool.data.prompts import Message, Prompt
 from hdtool.data.row_readers import RowError
 from hdtool.runtime.answering.answer_prompts import Answerer

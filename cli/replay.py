@@ -12,10 +12,10 @@ from hdtool.cli import options_from_settings as options
 from hdtool.cli.command import Option, quiet_libraries
 from hdtool.cli.options_from_settings import only, without
 from hdtool.data.errors import OptionError, RecordError
-from hdtool.data.file_origins import is_json_lines_with
 from hdtool.data.input_files import find_inputs
 from hdtool.data.notes import tell
 from hdtool.data.output_files import OutputFile
+from hdtool.data.own_files import is_json_lines_with
 from hdtool.data.progress import with_progress
 from hdtool.data.record_counts import Tally
 from hdtool.data.texts_and_traces import Trace, read_traces

@@ -14,11 +14,11 @@ from typing import Any
 
 from hdtool.data.durable_files import file_lock, json_digest, lock_path
 from hdtool.data.errors import ModelError, os_errors_as
-from hdtool.data.file_origins import json_object
 from hdtool.data.file_state import FileState
 from hdtool.data.home import artifact_at_home, artifacts_at_home
 from hdtool.data.notes import note
 from hdtool.data.output_files import OutputFile, sync_to_disk
+from hdtool.data.own_files import json_object
 
 MANIFEST = "artifact.json"
 Make = Callable[[Path], dict[str, Any]]

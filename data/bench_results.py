@@ -18,8 +18,8 @@ from typing import Any
 from hdtool.data.answered_questions import AnsweredQuestion
 from hdtool.data.durable_files import append_row, cut_torn_line, file_lock, is_torn, may_be_torn_start, read_lines
 from hdtool.data.errors import ResultError, os_errors_as
-from hdtool.data.file_origins import is_json_with
 from hdtool.data.output_files import OutputFile
+from hdtool.data.own_files import is_json_with
 
 RESULTS_FORMAT = 1
 RUN_FILE = "run.json"

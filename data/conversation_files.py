@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hdtool.data.conversation import ANSWERS, QUESTIONS, TEXT, Conversation, Turn, with_answers
 from hdtool.data.conversation_shapes import conversation_of
 from hdtool.data.errors import RecordError
-from hdtool.data.file_origins import MAX_JSON_BYTES
 from hdtool.data.input_files import input_errors_as, read_rows
 from hdtool.data.output_files import OutputFile
+from hdtool.data.own_files import MAX_JSON_BYTES
 from hdtool.data.progress import ProgressBar, count_of
 from hdtool.data.record_counts import TOLERANCE, Tally
 from hdtool.data.row_readers import CountedFile, FileRow, RowError, compressed, decompressed

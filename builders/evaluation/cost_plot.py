@@ -8,8 +8,8 @@ from typing import Any
 
 from hdtool.builders.evaluation.pictures import png_of
 from hdtool.data.errors import CostError
-from hdtool.data.file_origins import is_own_png
 from hdtool.data.output_files import OutputFile
+from hdtool.data.own_files import is_own_png
 from hdtool.runtime.budget.cost_curve import CostCurve
 
 COST_PLOT_INCHES, COST_PLOT_DPI = (7.0, 4.2), 150

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from io import BytesIO
 from typing import Any
 
-from hdtool.data.file_origins import PNG_METADATA
+from hdtool.data.own_files import PNG_METADATA
 
 OPEN_FRAME = {"axes.spines.top": False, "axes.spines.right": False}
 GRID = {**OPEN_FRAME, "axes.grid": True, "grid.alpha": 0.3}

@@ -14,8 +14,8 @@ import torch
 from hdtool.builders.head_training.loss import Batch, FrozenTarget, TargetOutput, autocast, takes_bfloat16
 from hdtool.builders.head_training.training_examples import Example
 from hdtool.data.errors import HeadsError
-from hdtool.data.file_origins import safetensors_metadata
 from hdtool.data.output_files import OutputFile
+from hdtool.data.own_files import safetensors_metadata
 
 HIDDEN_STATES_TENSOR = "hidden"
 BATCH_TOKENS = 2048

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from hdtool.builders.evaluation.pictures import png_of
 from hdtool.builders.head_training.training_loop import TrainingHistory
 from hdtool.data.errors import HeadsError
-from hdtool.data.file_origins import is_own_png
 from hdtool.data.output_files import OutputFile
+from hdtool.data.own_files import is_own_png
 
 CURVE_FILE = "training.png"
 CURVE_INCHES, CURVE_DPI = (8.0, 4.0), 130

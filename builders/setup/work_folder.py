@@ -16,9 +16,9 @@ from typing import IO, Any, NamedTuple
 
 from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import ResultError, os_errors_as
-from hdtool.data.file_origins import is_json_with, json_object
 from hdtool.data.home import home, setups_at_home
 from hdtool.data.output_files import O_BINARY, O_NOFOLLOW, OutputFile, sync_to_disk, temporary_names
+from hdtool.data.own_files import is_json_with, json_object
 from hdtool.data.stores.manifest import Checkpoint, InputShare
 from hdtool.data.stores.store_file_names import (
     LOCK_FILE as STORE_LOCK,

@@ -17,8 +17,8 @@ from typing import Any
 
 from hdtool.data.durable_files import why_foreign_lock
 from hdtool.data.errors import StoreError, os_errors_as
-from hdtool.data.file_origins import json_object
 from hdtool.data.output_files import sync_to_disk
+from hdtool.data.own_files import json_object
 from hdtool.data.stores.kinds import BUILT_KINDS, HISTORY, HISTORY_KIND
 
 MANIFEST = "manifest.json"

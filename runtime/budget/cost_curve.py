@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.data.errors import CostError, os_errors_as
-from hdtool.data.file_origins import is_json_with
 from hdtool.data.output_files import OutputFile
+from hdtool.data.own_files import is_json_with
 from hdtool.runtime.config.measuring import COST_FILE
 
 COST_CURVE_FORMAT = 1

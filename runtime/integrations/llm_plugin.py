@@ -24,8 +24,8 @@ from pydantic import Field, create_model
 
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, PromptError
-from hdtool.data.file_origins import json_object
 from hdtool.data.output_files import OutputFile
+from hdtool.data.own_files import json_object
 from hdtool.data.prompts import Grammar, Message, Prompt
 from hdtool.data.row_readers import RowError, decode_utf8, parse_json
 from hdtool.runtime.config.decoding import METHODS, DecodeConfig, StoresConfig

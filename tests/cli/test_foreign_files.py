@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hdtool.cli.app import run
-from hdtool.data.file_origins import PNG_ENTRY, PNG_MAGIC
+from hdtool.data.own_files import PNG_ENTRY, PNG_MAGIC
 from tests.support import scratch as commands
 from tests.support.scratch import Scratch, new_scratch
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hdtool.data import file_origins
+from hdtool.data import own_files
 from hdtool.data.errors import ResultError
 from hdtool.data.output_files import OutputFile
 
@@ -19,7 +19,7 @@ STALE = "0123456789abcdef"
 
 
 def output(path: Path) -> OutputFile:
-    return OutputFile(path, "a report", file_origins.is_own_markdown, ResultError)
+    return OutputFile(path, "a report", own_files.is_own_markdown, ResultError)
 
 
 def refusal(act: Callable[[], object]) -> str:
@@ -193,21 +193,21 @@ def test_the_temporary_file_of_a_living_writer_stays(tmp_path: Path) -> None:
     ("is_ours", "ours", "others"),
     [
         (
-            file_origins.is_json_with(["a"], 1),
+            own_files.is_json_with(["a"], 1),
             b'{"format": 1, "a": 0, "b": 0}',
             [b'{"format": 2, "a": 0}', b'{"format": 1}', b"[]", b"{", b"\xff\0", b"[" * 100_000],
         ),
         (
-            file_origins.is_json_lines_with(["a"]),
+            own_files.is_json_lines_with(["a"]),
             b'{"a": 1}\n{"b"',
             [b'{"a": 1}', b'{"a": 1, "b": 1}\n', b"a poem\n", b"\n", b"\xff\n"],
         ),
-        (file_origins.is_own_html, b'<head><meta name="generator" content="hdtool 1">', [b"<head>hdtool"]),
-        (file_origins.is_own_markdown, MARK.encode(), [b"# hdtool", b" " + MARK.encode()]),
+        (own_files.is_own_html, b'<head><meta name="generator" content="hdtool 1">', [b"<head>hdtool"]),
+        (own_files.is_own_markdown, MARK.encode(), [b"# hdtool", b" " + MARK.encode()]),
         (
-            file_origins.is_own_png,
-            file_origins.PNG_MAGIC + b"...." + file_origins.PNG_ENTRY,
-            [file_origins.PNG_MAGIC, file_origins.PNG_ENTRY],
+            own_files.is_own_png,
+            own_files.PNG_MAGIC + b"...." + own_files.PNG_ENTRY,
+            [own_files.PNG_MAGIC, own_files.PNG_ENTRY],
         ),
     ],
 )

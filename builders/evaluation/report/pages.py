@@ -22,8 +22,8 @@ from hdtool.builders.evaluation.report.replayed_sources import Study
 from hdtool.builders.evaluation.report.tables import Table
 from hdtool.builders.evaluation.scores import ALL_TASKS, DEFAULT_METHOD
 from hdtool.data.errors import ResultError, os_errors_as
-from hdtool.data.file_origins import MARKDOWN_ENTRY, is_own_html, is_own_markdown, is_own_png
 from hdtool.data.output_files import OutputFile
+from hdtool.data.own_files import MARKDOWN_ENTRY, is_own_html, is_own_markdown, is_own_png
 from hdtool.data.progress import count_of
 from hdtool.data.stores.kinds import CORPUS_KIND, MODEL_KIND
 from hdtool.runtime.budget.cost_curve import CostCurve
