@@ -1,13 +1,13 @@
-"""Creates, opens, extends and rebuilds the files of a history store.
+"""Creates, opens and rebuilds the files of a history store.
 
 The ring has the layout of a token log without blocks. Conversations are consecutive, each preceded by an empty position
 and a few tokens of its prompt. Writers must hold the LMDB write lock of the conversations. To the holder of that lock,
 positions at or above the committed end are leftovers of an append that was killed, which it unlinks from their chains.
 Readers must ignore such positions, since an append may be in progress.
 
-The files are extended to grow the store, and rebuilt when conversations are dropped or positions would overflow. To
-rebuild, the caller must hold the write lock, so that nobody appends to files about to be replaced. Other processes see
-the new manifest at their next append or refresh.
+The files are rebuilt to enlarge the store, when conversations are dropped, and when positions would overflow. The
+caller must hold the write lock, so that nobody appends to files about to be replaced. Other processes see the new
+manifest at their next append or refresh.
 """
 
 from __future__ import annotations
@@ -123,25 +123,6 @@ class HistoryRing:
         self._header[0] = stop
         return stop
 
-    def lengthen(self, size: int) -> None:
-        """Extend the files to ``size`` positions; processes that already map them are unaffected.
-
-        Positions stay the same, as the ring has not wrapped around yet. Chains aren't rebuilt: the heads are
-        repeated, so several heads share a chain. This is safe because searches compare tokens.
-        """
-        chains = self.heads.tobytes()
-        with open(self._path, "r+b", buffering=0) as stream:
-            stream.truncate(BYTES_PER_POSITION * size)
-            _write_zeros(
-                stream,
-                BYTES_PER_POSITION * self.size,
-                BYTES_PER_POSITION * min(size, -(-self.size // ALLOCATION_POSITIONS) * ALLOCATION_POSITIONS),
-            )
-        with open(self._chains_path, "r+b") as stream:
-            stream.seek(CHAINS_HEADER_BYTES + len(chains))
-            for _ in range(size // self.size - 1):
-                stream.write(chains)
-
     def tokens(self, first: int, count: int) -> Ints:
         """Return a copy of the ``count`` tokens from position ``first`` on."""
         positions = np.arange(first, first + count) & (self.size - 1)
@@ -180,7 +161,6 @@ def compile_ring() -> None:
 def _mapped(path: Path, size: int, writable: bool) -> mmap.mmap:
     try:
         with open(path, "r+b" if writable else "rb") as stream:
-            # Files may be longer than the manifest states if a process was killed while extending them.
             if (file_bytes := os.fstat(stream.fileno()).st_size) < size:
                 raise StoreError(f"{path} has {file_bytes:,} bytes instead of {size:,}")
             return mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
@@ -348,19 +328,14 @@ def _stamp(folder: Path) -> tuple[int, int]:
         return 0, 0  # reading the manifest will report the error
 
 
-def lengthen(folder: Path, old: OpenFiles, size: int) -> None:
-    """Extend a store to ``size`` positions without moving anything; it stays valid if the process is killed midway."""
-    with _locked(folder, old):
-        old.ring.lengthen(size)
-        for part in ("ring", "chains"):
-            sync_to_disk(old.manifest.path(folder, part))
-        write_manifest(folder, old.manifest.build, replace(old.manifest, size=size).to_json())
+def rebuild(folder: Path, old: OpenFiles, kept: Sequence[StoredConversation], size: int | None = None) -> None:
+    """Replace the files with new ones of ``size`` positions (default: as many) that contain the ``kept`` conversations.
 
-
-def rebuild(folder: Path, old: OpenFiles, kept: Sequence[StoredConversation]) -> None:
-    """Replace the files with new ones that contain the ``kept`` conversations, given oldest first."""
+    The conversations are given oldest first.
+    """
     with _locked(folder, old):
-        _write(folder, replace(old.manifest, build=secrets.token_hex(4)), old.ring, kept)
+        manifest = replace(old.manifest, size=size or old.manifest.size, build=secrets.token_hex(4))
+        _write(folder, manifest, old.ring, kept)
 
 
 @contextmanager

@@ -46,7 +46,6 @@ from hdtool.runtime.stores.history_ring import (
     compile_ring,
     create_if_new,
     delete_rebuild_leftovers,
-    lengthen,
     open_files,
     positions_within,
     rebuild,
@@ -215,14 +214,14 @@ class HistoryStore(Uncopyable):
     def _append_once(self, transaction: Any, overlap: Ints, tokens: Ints, source: str) -> int:
         """Append a conversation and return the new end.
 
-        If the store must be extended or rebuilt, or conversations must be removed, do only that and return 0. The
+        If the store must be rebuilt, or conversations must be removed, do only that and return 0. The
         caller then commits the transaction and retries.
         """
         ring, records = self._open.ring, self._open.records
         state = state_of(transaction, records.path)
         stop = state.end + 1 + len(overlap) + len(tokens)
         self._check_room()
-        if self._grows(transaction, state.end, stop) or self._remove_oldest(transaction, stop - ring.size):
+        if self._grows(transaction, stop) or self._remove_oldest(transaction, stop - ring.size):
             return 0
         end = ring.append(state.end, overlap, tokens)
         first = end - len(tokens)
@@ -231,24 +230,16 @@ class HistoryStore(Uncopyable):
         put_state(transaction, StoreState(end, state.next + 1))
         return end
 
-    def _grows(self, transaction: Any, end: int, stop: int) -> bool:
-        """Extend the store if it has too few positions, or rebuild it if position numbers would overflow.
-
-        Return True if the store was extended or rebuilt.
-        """
+    def _grows(self, transaction: Any, stop: int) -> bool:
+        """Rebuild the store if it has too few positions, or if position numbers would overflow; return True if so."""
         ring, max_size = self._open.ring, positions_within(self.manifest.max_bytes)
         size = ring.size
-        if stop >= MAX_POSITION:
-            self._check_room(2 * ring.nbytes)
-            rebuild(self.folder, self._open, list(conversations(transaction, self._open.records.path)))
-            return True
         while size < min(max_size, stop):
             size *= 2
-        if size == ring.size:
+        if size == ring.size and stop < MAX_POSITION:
             return False
-        self._check_room(size // ring.size * ring.heads.nbytes)
-        ring.recover(end)
-        lengthen(self.folder, self._open, size)
+        self._check_room(2 * size // ring.size * ring.nbytes)
+        rebuild(self.folder, self._open, list(conversations(transaction, self._open.records.path)), size)
         return True
 
     def _remove_oldest(self, transaction: Any, below: int) -> bool:
