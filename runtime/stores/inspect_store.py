@@ -15,17 +15,28 @@ from typing import Any
 import numpy as np
 
 from hdtool.data.stores.kinds import HISTORY, HISTORY_KIND
-from hdtool.runtime.kernels.compiled import Ints
-from hdtool.runtime.stores.corpus_index import MAX_RANGE_ORDER, CorpusIndex, CorpusSearch
+from hdtool.runtime.core.tree import ROOT
+from hdtool.runtime.kernels.compiled import Ints, compiled
+from hdtool.runtime.stores.corpus_index import CONTINUATION_DEPTH, MATCH_SAMPLES, Continuations, CorpusIndex
 from hdtool.runtime.stores.history_metadata import StoredConversation
 from hdtool.runtime.stores.history_store import HistoryStore
 from hdtool.runtime.stores.model_store import ModelStore, look_up
 from hdtool.runtime.stores.model_store_lmdb import MAX_PREFIX_TOKENS, ModelRecord
+from hdtool.runtime.stores.suffix_ranges import (
+    MAX_RANGE_ORDER,
+    MAX_SAMPLES,
+    narrow,
+    range_record,
+    read_samples,
+    size_of,
+)
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS, matches
 
 MAX_SHOWN = 20
 MAX_PATH = 8
 """Maximum number of tokens shown per continuation."""
+MAX_FOUND = MATCH_SAMPLES * CONTINUATION_DEPTH
+"""Maximum number of nodes in a tree of continuations, enough for all that a lookup reads."""
 WARM_UP_LOOKUPS = 200
 TIMED_LOOKUPS = 4000
 CONTEXT_LENGTH = 16
@@ -50,29 +61,26 @@ def _of_model(store: ModelStore, context: list[int]) -> Iterator[FoundContinuati
 
 
 def _of_corpus(index: CorpusIndex, context: list[int]) -> Iterator[FoundContinuation]:
-    search = CorpusSearch(index.shards)
-    search.read(context)
-    for order in range(min(MAX_RANGE_ORDER, len(context)), 0, -1):
-        _, counts = search.followers(order)
-        if counts:
-            for token, count in sorted(counts.items(), key=lambda each: (-each[1], each[0]))[:MAX_SHOWN]:
-                yield order, _path(index, [*context[-order:], token], order, count), count
+    for length in range(min(MAX_RANGE_ORDER, len(context)), 0, -1):
+        found = index.after(context[-length:], MAX_FOUND)
+        if len(found.tokens):
+            counts = found.counts.tolist()
+            shown = sorted(np.flatnonzero(found.parents == ROOT), key=lambda node: (-counts[node], found.tokens[node]))
+            for node in shown[:MAX_SHOWN]:
+                yield found.matched, _path(found, node), counts[node]
             return
 
 
-def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> list[int]:
-    """Extend ``tokens`` while all occurrences have the same next token; return the tokens from index ``matched`` on.
-
-    At most ``MAX_PATH`` tokens are returned.
-    """
-    search = CorpusSearch(index.shards)
-    while len(tokens) < matched + MAX_PATH:
-        search.read(tokens)
-        num_matches, counts = search.followers(min(MAX_RANGE_ORDER, len(tokens)))
-        if num_matches != count or list(counts.values()) != [count]:
+def _path(found: Continuations, node: int) -> list[int]:
+    """Return the tokens on the path to a node, extended as long as all of its occurrences continue alike."""
+    path, count = [int(found.tokens[node])], found.counts[node]
+    while len(path) < MAX_PATH:
+        (children,) = np.nonzero((found.parents == node) & (found.counts == count))
+        if not len(children):
             break
-        tokens += counts
-    return tokens[matched:]
+        node = children[0]
+        path.append(int(found.tokens[node]))
+    return path
 
 
 def latency_of(store: CorpusIndex | ModelStore | HistoryStore) -> dict[str, float]:
@@ -88,14 +96,28 @@ def latency_of(store: CorpusIndex | ModelStore | HistoryStore) -> dict[str, floa
         text = ModelRecord.of(store.folder, store.manifest).text()
         tails = (tail[-MAX_PREFIX_TOKENS:] for tail in _perturbed_contexts(text, vocabulary))
         return _latency(partial(look_up, store.record), tails)
-    search = CorpusSearch(store.shards)
+    record, bounds = range_record(store.shards)
 
     def moved() -> Iterator[Ints]:
         for context in _perturbed_contexts(store.documents, vocabulary):
-            search.read(context[:-1])  # a drafter already has the parent's ranges
+            bounds[0], record["read"][0] = 0, 0
+            for stop in range(len(context) - MAX_RANGE_ORDER + 1, len(context)):  # a drafter has the parent's ranges
+                extend_match(store.tokens, record, context[:stop])
             yield context
 
-    return _latency(search.look_up, moved())
+    return _latency(partial(extend_match, store.tokens, record), moved())
+
+
+@compiled
+def extend_match(corpus: Ints, record: Ints, tail: Ints) -> None:
+    """Extend a root's matches by the last token of ``tail``, and read the tokens after the new matches."""
+    ranges = record[0]
+    for order in range(MAX_RANGE_ORDER, 0, -1):
+        narrow(corpus, ranges, tail, 0, 0, order)
+    for order in range(MAX_RANGE_ORDER, 0, -1):
+        found = size_of(ranges, 0, order)
+        if found > 0:
+            read_samples(corpus, ranges, 0, order, found, MAX_SAMPLES)
 
 
 def _perturbed_contexts(documents: Ints, vocabulary: int) -> Iterator[Ints]:

@@ -17,20 +17,17 @@ from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_folder import damaged_files
-from hdtool.runtime.stores.corpus_index import (
-    CONTINUATION_DEPTH,
-    MATCH_SAMPLES,
-    MAX_CONTEXT_TOKENS,
+from hdtool.runtime.stores.corpus_index import CONTINUATION_DEPTH, MATCH_SAMPLES, MAX_CONTEXT_TOKENS, CorpusIndex
+from hdtool.runtime.stores.inspect_store import continuations
+from hdtool.runtime.stores.suffix_ranges import (
     MAX_RANGE_ORDER,
     MAX_SAMPLES,
-    CorpusIndex,
     count_followers,
     narrow,
     range_record,
     read_samples,
     size_of,
 )
-from hdtool.runtime.stores.inspect_store import continuations
 from tests.support.stores import Documents, index_of
 
 

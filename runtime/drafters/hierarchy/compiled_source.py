@@ -14,7 +14,7 @@ from numba import types
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.tree import LARGEST_TREE
 from hdtool.runtime.kernels.compiled import Array, address_of, array_at, caller_of, compiled
-from hdtool.runtime.stores.corpus_index import MAX_SAMPLES, RANGE_ROWS
+from hdtool.runtime.stores.suffix_ranges import MAX_SAMPLES, RANGE_ROWS
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 
 WORK_AT, WEIGHTS_AT, NEAR_AT, TABLE_AT = SourceId.NONE.value, *range(len(SourceId), len(SourceId) + 3)

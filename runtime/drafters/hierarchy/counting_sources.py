@@ -22,7 +22,9 @@ from hdtool.runtime.drafters.hierarchy.compiled_source import (
 from hdtool.runtime.drafters.hierarchy.token_probabilities import contribute, evidence_bucket, share_bucket, spread_of
 from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, NO_RANKING_AFTER, TOKENS_PER_RANKING, Proposal
 from hdtool.runtime.kernels.compiled import Array, array_at, compiled, lap
-from hdtool.runtime.stores.corpus_index import (
+from hdtool.runtime.stores.model_store import MODEL_RECORD, lookup_hash, prefetch_entries, rows_of
+from hdtool.runtime.stores.model_store_lmdb import MAX_PREFIX_TOKENS
+from hdtool.runtime.stores.suffix_ranges import (
     MAX_RANGE_ORDER,
     MAX_SAMPLES,
     MIN_SAMPLES,
@@ -34,8 +36,6 @@ from hdtool.runtime.stores.corpus_index import (
     read_samples,
     size_of,
 )
-from hdtool.runtime.stores.model_store import MODEL_RECORD, lookup_hash, prefetch_entries, rows_of
-from hdtool.runtime.stores.model_store_lmdb import MAX_PREFIX_TOKENS
 
 CORPUS_SEARCH_FACTOR = 5.0
 """The corpus index, the slowest source, is searched only while at least this multiple of ``min_left`` is left."""

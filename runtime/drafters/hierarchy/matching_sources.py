@@ -21,7 +21,6 @@ from hdtool.runtime.drafters.hierarchy.compiled_source import (
 )
 from hdtool.runtime.drafters.hierarchy.token_probabilities import MANY_TOKENS, contribute, evidence_bucket
 from hdtool.runtime.kernels.compiled import Array, Ints, array_at, compiled
-from hdtool.runtime.stores.corpus_index import RANGE_ROWS
 from hdtool.runtime.stores.live_tables import (
     CHAIN_LENGTHS,
     CONTEXT_TABLE,
@@ -31,6 +30,7 @@ from hdtool.runtime.stores.live_tables import (
     add,
     head_of,
 )
+from hdtool.runtime.stores.suffix_ranges import RANGE_ROWS
 from hdtool.runtime.stores.token_log import (
     CHAIN_KEY_TOKENS,
     LANE,

@@ -16,8 +16,8 @@ from hdtool.runtime.drafters.hierarchy.matching_sources import ANSWERS_LOG, appe
 from hdtool.runtime.drafters.hierarchy.tree_growth import expand, extend, feed, restart
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.kernels.compiled import Ints, array_at, compiled
-from hdtool.runtime.stores.corpus_index import MAX_RANGE_ORDER, bounds_of
 from hdtool.runtime.stores.live_tables import add
+from hdtool.runtime.stores.suffix_ranges import MAX_RANGE_ORDER, bounds_of
 from hdtool.runtime.stores.token_log import LANE, LOG, MAX_MATCH_TOKENS, OVERLAP_TOKENS, finish, start
 
 SKIPPED_ORDER_SHARE, SKIPPED_CONTRIBUTION_SHARE = 0.1, 0.03
