@@ -19,6 +19,7 @@ import torch
 
 from hdtool.data.errors import OptionError
 from hdtool.data.stores.tenant import Tenant
+from hdtool.runtime.budget.min_probability import NO_DRAFT_ABOVE, MinProbability
 from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig
@@ -28,7 +29,6 @@ from hdtool.runtime.core.drafter import Drafter, draft_many
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
-from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE, MinProbability
 from hdtool.runtime.stores.store_opener import StoreOpener
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import served_checkpoint

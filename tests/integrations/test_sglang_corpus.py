@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hdtool.data.errors import OptionError
+from hdtool.runtime.budget.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.integrations.sglang_corpus import (
@@ -17,7 +18,6 @@ from hdtool.runtime.integrations.sglang_corpus import (
     PayingNodes,
     SglangSettings,
 )
-from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.stores.history_store import History
 
 NODES, VOCABULARY = 6, 100

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from hdtool.data import demo
+from hdtool.runtime.budget.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.config.decoding import NO_HISTORY
-from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
+from hdtool.runtime.stores.conversation_table import ContextTable, holds
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.live_tables import ContextTable, holds
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.vllm_batch import MAX_MODEL_LENGTH, ROWS, TOKENS, engine

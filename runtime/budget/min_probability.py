@@ -1,4 +1,4 @@
-"""The minimum probability at which a draft token pays off in vLLM.
+"""The minimum probability at which a draft token pays off, where vLLM or SGLang runs the passes.
 
 A draft token adds seconds to a pass, and its probability is the expected number of tokens that it adds to the answer.
 The draft pays off if this number per added second exceeds the throughput of the pass. In a large batch a pass is

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hdtool.runtime.integrations.vllm.min_probability import MIN_FLOOR, NO_DRAFT_ABOVE, MinProbability
+from hdtool.runtime.budget.min_probability import MIN_FLOOR, NO_DRAFT_ABOVE, MinProbability
 
 
 def throughput(min_probability: MinProbability, rows: int, seconds: Callable[[int], float], passes: int) -> float:
