@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hdtool.runtime.budget.averages import SmoothedSeconds
+from hdtool.runtime.budget.drafting_pause import MAX_PAUSE_STEPS, DraftingPause
 from hdtool.runtime.budget.pass_costs import (
     COSTS,
     MAX_CHOSEN_NODES,
@@ -31,12 +31,6 @@ if TYPE_CHECKING:
 
 STEP_OVERHEAD = 2e-4
 """Initial estimate of the seconds that a step spends outside its forward pass, used until they are measured."""
-MAX_PAUSE_STEPS = 64
-"""Longest pause in steps while drafting does not pay, for drafters whose own time is not counted as a cost."""
-SAVED_LEARNING_RATE = 0.1
-"""Learning rate of the average seconds that a draft saves, for drafters whose own time is counted as a cost."""
-RETRY_SHARE = 0.01
-"""Largest share of the time that may be spent on retrying drafts."""
 CONFIRMED_PASSES = 3.0
 """Number of passes that must confirm a cost before it can rule drafting in or out without a trial."""
 WORTH_TRYING, CLEARLY_FASTER = 1.2, 1.5
@@ -99,7 +93,7 @@ class StepOverhead(SmoothedSeconds):
 class AdaptiveBudget(Budget):
     """A budget that chooses the number of nodes with the most expected tokens per second.
 
-    While drafting does not pay, it is paused; each pause lasts twice as many steps as the one before.
+    While drafting does not pay, it is paused; see ``DraftingPause``.
     """
 
     def __init__(self, overhead: float, step: Callable[[], int], costs: PassCosts) -> None:
@@ -107,35 +101,23 @@ class AdaptiveBudget(Budget):
 
         ``step`` returns the number of the current step.
         """
-        self._step, self._costs, self.overhead = step, costs, overhead
-        self.draft_seconds = 0.0
-        """Seconds that the last draft took; 0 if the drafter's own time does not count."""
+        self._costs, self.overhead, self.pause = costs, overhead, DraftingPause(step)
         self._max_nodes = MAX_CHOSEN_NODES
-        self._pause = 0
-        """Length of the last pause in steps, 0 once drafting pays; pauses of 1 and 2 steps are not carried out."""
-        self._saved = nan
-        """Average seconds that a draft saves; NaN after a pause."""
-        self.paused_until = 0
-        """Number of the first step after the current pause; 0 if the last choice began no pause."""
         # Compile ``choose_nodes``, or load it from the cache, before the first step.
         choose_nodes(np.empty((1, 0)), 1, 0, True, overhead, costs.address)
 
     @property
     def max_nodes(self) -> int:
-        return 0 if self._step() < self.paused_until else self._max_nodes
+        return 0 if self.pause.lasts else self._max_nodes
 
     def set_draft_seconds(self, seconds: float) -> None:
-        self.draft_seconds = seconds
+        self.pause.draft_seconds = seconds
 
     def choose_size(self, probs: Probs) -> int:
         sizes, saved, pays, tries, plain = choose_nodes(probs[None], 1, 0, True, self.overhead, self._costs.address)
         size = int(sizes[0])
-        self.apply_choice(size, pays, tries, float(saved[0]), max(MAX_PAUSE_STEPS, self.retry_steps(plain)))
+        self.apply_choice(size, pays, tries, float(saved[0]), max(MAX_PAUSE_STEPS, self.pause.retry_steps(plain)))
         return size
-
-    def retry_steps(self, plain: float) -> int:
-        """Return the pause in steps of ``plain`` seconds after which a draft takes ``RETRY_SHARE`` of the time."""
-        return int(self.draft_seconds / (RETRY_SHARE * plain))
 
     def apply_choice(self, size: int, pays: bool, tries: bool, saved: float, max_pause: int) -> None:
         """Adapt ``max_nodes`` to the chosen size, and begin a pause of drafting if drafts do not pay.
@@ -143,17 +125,9 @@ class AdaptiveBudget(Budget):
         A pause lasts at most ``max_pause`` steps; see ``choose_nodes`` for the other arguments.
         """
         self._max_nodes = min(MAX_CHOSEN_NODES, max(2 * size, self._max_nodes - 1, MIN_DRAFTED_NODES))
-        self.paused_until = 0
-        if tries:
-            return
-        if self.draft_seconds > 0:
-            saved -= self.draft_seconds
-            self._saved = saved if isnan(self._saved) else self._saved + SAVED_LEARNING_RATE * (saved - self._saved)
-            pays = self._saved > 0
-        self._pause = 0 if pays else min(max(1, 2 * self._pause), max_pause)
-        if self._pause > 2:
-            self._saved = nan
-            self.paused_until = self._step() + 1 + self._pause
+        self.pause.until = 0
+        if not tries:
+            self.pause.learn(pays, saved, max_pause)
 
 
 class CostBudget(AdaptiveBudget):
@@ -195,7 +169,7 @@ class MeasuredBudget(AdaptiveBudget):
         return super().choose_size(probs)
 
     def _measure_overhead(self) -> None:
-        self._outside.begin_step(self.draft_seconds)
+        self._outside.begin_step(self.pause.draft_seconds)
         self.overhead = self._outside.mean
 
 
@@ -269,7 +243,7 @@ class SharedCosts:
 
         The other sequences of the batch count with the probabilities of their latest trees.
         """
-        drafting = sum(budget.draft_seconds for budget in budgets) / len(budgets)
+        drafting = sum(budget.pause.draft_seconds for budget in budgets) / len(budgets)
         self._step += self._outside.begin_step(drafting * max(len(budgets), len(self._expected)))
         for budget, tree_probs in zip(budgets, probs, strict=True):
             self._expected[budget] = self._step, tree_probs
@@ -291,9 +265,9 @@ class SharedCosts:
         chosen = []
         for budget, tree_probs, size, seconds in zip(budgets, probs, sizes.tolist(), saved.tolist(), strict=False):
             # In a batch, few nodes of a tree pay, so a fast drafter is retried often.
-            max_pause = budget.retry_steps(plain / slots) if budget.draft_seconds > 0 else MAX_PAUSE_STEPS
+            max_pause = budget.pause.retry_steps(plain / slots) if budget.pause.draft_seconds > 0 else MAX_PAUSE_STEPS
             budget.apply_choice(size, pays and size > 0, tries, seconds, max_pause)
-            if budget.paused_until:
+            if budget.pause.until:
                 del self._expected[budget]
             chosen.append(min(len(tree_probs), size))
         return chosen

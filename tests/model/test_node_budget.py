@@ -296,7 +296,7 @@ def test_plain_passes_in_a_pause_correct_the_costs(slots: int) -> None:
     log = PassLog()
     budgets = together_by(log, {slots: curve_of([2 * seconds for seconds in STEEP])}, slots)
     for budget in budgets:
-        budget.paused_until = log.passes + 20
+        budget.pause.until = log.passes + 20
     for _ in range(15):
         log.add(1.0, 0, slots)
         for budget in budgets:
@@ -537,7 +537,7 @@ def test_a_plain_pass_is_not_thought_slower_than_larger_ones() -> None:
     for _ in range(8):
         if budget.max_nodes:
             budget.choose_size(np.array([0.2]))
-    assert budget._saved < 0 or budget._pause > 0
+    assert budget.pause._saved < 0 or budget.pause._length > 0
 
 
 def test_the_time_between_passes_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
