@@ -138,10 +138,21 @@ def rows_of(model: Any) -> Ints:
 
 @compiled
 def lookup_hash(model: Any, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
-    """Look up a prefix by its hash; see ``entry_of`` for the result."""
-    slots = array_at(model.slots[0], model.slots[1], np.int32)
+    """Look up a prefix by its hash.
+
+    Return ``(start, stop, total, distinct)``; all are 0 without a valid entry. The rows from ``start`` to ``stop``, at
+    most ``MAX_ROWS_READ``, hold the next tokens; ``StoreEntry`` describes ``total`` and ``distinct``.
+    """
     keys = array_at(model.keys[0], (model.keys[1], KEY_WIDTH), np.int32)
-    return entry_of(slots, keys, model.rows[1], prefix_hash)
+    key = find_key(array_at(model.slots[0], model.slots[1], np.int32), keys, prefix_hash)
+    if key < 0:
+        return 0, 0, 0, 0
+    start, stop = np.int64(keys[key, KEY_START]), np.int64(keys[key, KEY_STOP])
+    total, distinct = np.int64(keys[key, KEY_TOTAL]), np.int64(keys[key, KEY_DISTINCT])
+    # A damaged file must not cause reads outside the arrays.
+    if not 0 <= start <= stop <= model.rows[1] or total <= 0:
+        return 0, 0, 0, 0
+    return start, min(stop, start + MAX_ROWS_READ), total, distinct
 
 
 @compiled
@@ -162,7 +173,7 @@ def prefetch_entries(model: Any, hashes: Ints, max_tokens: int) -> None:
 def look_up(memory: Ints, tail: Ints) -> Ints:
     """Return a row for each suffix of ``tail`` that has an entry in the store, longest first.
 
-    A row holds the length of the suffix, then the result of ``entry_of``.
+    A row holds the length of the suffix, then the result of ``lookup_hash``.
     """
     model, entries, count = memory[0], np.empty((len(tail), 5), np.int64), 0
     hashes = np.zeros(len(tail) + 1, np.uint64)
@@ -176,25 +187,6 @@ def look_up(memory: Ints, tail: Ints) -> Ints:
             entries[count, 3], entries[count, 4] = total, distinct
             count += 1
     return entries[:count]
-
-
-@compiled
-def entry_of(slots: Ints, keys: Ints, rows: int, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
-    """Find a prefix by its hash.
-
-    Return ``(start, stop, total, distinct)``; all are 0 without a valid entry. The rows from ``start`` to ``stop``, at
-    most ``MAX_ROWS_READ``, hold the next tokens; ``StoreEntry`` describes ``total`` and ``distinct``. ``rows`` is the
-    number of rows in the store.
-    """
-    key = find_key(slots, keys, prefix_hash)
-    if key < 0:
-        return 0, 0, 0, 0
-    start, stop = np.int64(keys[key, KEY_START]), np.int64(keys[key, KEY_STOP])
-    total, distinct = np.int64(keys[key, KEY_TOTAL]), np.int64(keys[key, KEY_DISTINCT])
-    # A damaged file must not cause reads outside the arrays.
-    if not 0 <= start <= stop <= rows or total <= 0:
-        return 0, 0, 0, 0
-    return start, min(stop, start + MAX_ROWS_READ), total, distinct
 
 
 @compiled
