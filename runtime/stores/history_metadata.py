@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import lmdb
 import msgpack
@@ -28,7 +26,7 @@ import numpy as np
 
 from hdtool.data.errors import StoreError
 from hdtool.runtime.kernels.compiled import Ints
-from hdtool.runtime.stores.mapped_files import damage_of
+from hdtool.runtime.stores.lmdb_files import damage_of, opened_once
 
 STATE_KEY = b"\0"
 """Key of the ``StoreState``; it sorts before the keys of all conversations."""
@@ -43,10 +41,6 @@ SYNC_SECONDS = 1.0
 DIGEST_BYTES = 8
 MAX_SOURCE_NAME = 200
 """Maximum length of a source's name in characters."""
-
-_opened: WeakValueDictionary[str, RecordFile] = WeakValueDictionary()
-"""Open files by path, because a process may open an LMDB file only once."""
-_opening = threading.Lock()
 
 
 class StoreState(NamedTuple):
@@ -86,22 +80,22 @@ class RecordFile:
     @classmethod
     def of(cls, path: Path, positions: int) -> RecordFile:
         """Return a file's ``RecordFile``, opening it if necessary; raise StoreError if it is missing or damaged."""
-        name = os.path.realpath(path)
-        with _opening:
-            if (records := _opened.get(name)) is None:
-                if not path.is_file():
-                    raise StoreError(f"{path} is missing")
-                records = cls(path, positions)
-                records._check()
-                _opened[name] = records
-        return records
+
+        def open_file(_: Path) -> RecordFile:
+            if not path.is_file():
+                raise StoreError(f"{path} is missing")
+            records = cls(path, positions)
+            records._check()
+            return records
+
+        return opened_once(path, open_file)
 
     @classmethod
     def created(
         cls, path: Path, positions: int, state: StoreState, conversations: Iterable[StoredConversation] = ()
     ) -> RecordFile:
         """Write the conversations to a new file, sync the file to disk, and return its ``RecordFile``."""
-        records = _opened[os.path.realpath(path)] = cls(path, positions)
+        records = opened_once(path, lambda _: cls(path, positions))
         with records.writing() as transaction:
             put_state(transaction, state)
             for each in conversations:

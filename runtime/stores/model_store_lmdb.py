@@ -12,15 +12,12 @@ The file never changes once it is written, so it is opened without a lock.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakValueDictionary
 
 import lmdb
 import msgpack
@@ -32,7 +29,7 @@ from hdtool.data.stores.kinds import BUILT_KINDS, MODEL_KIND
 from hdtool.data.stores.manifest import Manifest
 from hdtool.data.stores.store_folder import damaged_files
 from hdtool.runtime.kernels.compiled import Ints as Ints
-from hdtool.runtime.stores.mapped_files import damage_of
+from hdtool.runtime.stores.lmdb_files import damage_of, opened_once
 
 MAX_PREFIX_TOKENS = 4
 PHRASE_TOKENS = 4
@@ -47,10 +44,6 @@ ENTRIES_PER_TRANSACTION = 1 << 14
 """Number of entries written per transaction, which keeps its pages in memory."""
 MAX_ENTRY_OVERHEAD = 1 << 13
 """Upper bound of LMDB's overhead per entry in bytes, including unused space in pages."""
-
-_opened: WeakValueDictionary[str, ModelRecord] = WeakValueDictionary()
-"""Open files by path, because a process may open an LMDB file only once."""
-_opening = threading.Lock()
 
 T = TypeVar("T")
 
@@ -99,11 +92,7 @@ class ModelRecord:
     @classmethod
     def opened(cls, path: Path, end: int) -> ModelRecord:
         """Return the record of a file, opening it if necessary."""
-        name = os.path.realpath(path)
-        with _opening:
-            if (record := _opened.get(name)) is None:
-                record = _opened[name] = cls(Path(name), end)
-        return record
+        return opened_once(path, lambda name: cls(name, end))
 
     @classmethod
     def of(cls, folder: Path, manifest: Manifest) -> ModelRecord:

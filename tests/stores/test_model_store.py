@@ -23,7 +23,7 @@ from hdtool.data.documents import Document, InputFile, token_type
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store_folder import damaged_files, file_checksum
-from hdtool.runtime.stores.mapped_files import LEAF_PAGE, PAGE_HEADER_BYTES
+from hdtool.runtime.stores.lmdb_files import LEAF_PAGE, PAGE_HEADER_BYTES
 from hdtool.runtime.stores.model_store import (
     KEY_TOTAL,
     KEY_WIDTH,
