@@ -25,7 +25,7 @@ from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.model import ModelConfig
 
 if TYPE_CHECKING:
-    from hdtool.builders.stores.build_executor import BuildExecutor
+    from hdtool.builders.stores.local_executor import BuildExecutor
     from hdtool.data.documents import Document, InputFile
     from hdtool.data.stores.stores_at_home import StoredItem
     from hdtool.runtime.kernels.compiled import Ints
@@ -159,7 +159,7 @@ def source_lines(rows: Sequence[dict[str, Any]], in_words: Callable[[dict[str, A
 def executor_for(config: BuildConfig) -> Iterator[BuildExecutor]:
     """Yield the build executor that the settings select, and close it on exit."""
     if config.engine == "local":
-        from hdtool.builders.stores.build_executor import BuildExecutor
+        from hdtool.builders.stores.local_executor import BuildExecutor
 
         yield BuildExecutor(config.workers)
         return

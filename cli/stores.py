@@ -184,8 +184,8 @@ def add(
         raise OptionError("nothing to add: name FILES, or give --rankings")
 
     from hdtool.builders.stores import edit_store as rework
-    from hdtool.builders.stores.build_executor import BuildExecutor
     from hdtool.builders.stores.edit_store import note_on_models
+    from hdtool.builders.stores.local_executor import BuildExecutor
     from hdtool.runtime.target.load import load_tokenizer
     from hdtool.runtime.target.store_tokenizer import model_of_store
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
 from hdtool.builders.stores.frequent_sequences import encode_texts, tokenized
+from hdtool.builders.stores.local_executor import BuildExecutor
 from hdtool.data import demo
 from hdtool.data.documents import Document as Tokenized, InputFile, stored_documents
 from hdtool.data.errors import StoreError

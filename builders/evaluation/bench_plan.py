@@ -46,7 +46,7 @@ from hdtool.runtime.config.measuring import LLAMA_CPP, OTHER_FILE, PEERS, WITHOU
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.settings_base import recorded_settings
 from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compiling
-from hdtool.runtime.drafters.trained_methods import methods_with_drafters
+from hdtool.runtime.drafters.trained_drafter_factory import methods_with_drafters
 from hdtool.runtime.kernels.linear_layers import has_compiled_layers, share_weights
 from hdtool.runtime.kernels.machine_name import dtype_name
 from hdtool.runtime.stores.store_set import StoreSet

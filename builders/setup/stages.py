@@ -23,10 +23,10 @@ from hdtool.builders.setup.replays import Overhead, replay_by_source, replay_wit
 from hdtool.builders.setup.setup_stores import SetupStores
 from hdtool.builders.setup.verdict import doubted
 from hdtool.builders.setup.work_folder import LearnedPart, WorkFolder, learned_name, remove_half
-from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store, vocabulary_rankings
 from hdtool.builders.stores.edit_store import add, note_on_models
 from hdtool.builders.stores.frequent_sequences import tokenized
+from hdtool.builders.stores.local_executor import BuildExecutor
 from hdtool.data.conversation_files import ConversationReader, LocatedConversation, canonical_file, canonical_line
 from hdtool.data.documents import InputFile
 from hdtool.data.errors import ModelError, RecordError

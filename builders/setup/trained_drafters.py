@@ -18,7 +18,7 @@ from hdtool.runtime.config.decoding import (
 )
 from hdtool.runtime.drafters.heads.checkpoint import SETTINGS_FILE, read_settings
 from hdtool.runtime.drafters.trained.checkpoints import SMALL_MODEL, PublishedDrafter
-from hdtool.runtime.drafters.trained_methods import methods_with_drafters, trained_drafter
+from hdtool.runtime.drafters.trained_drafter_factory import methods_with_drafters, trained_drafter
 from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.target.load import Loaded
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.frequent_sequences import CountedDocuments, DocumentFile, table_size
+from hdtool.builders.stores.local_executor import BuildExecutor
 from hdtool.builders.stores.suffix_array import ShardFiles
 from hdtool.data.documents import Document, InputFile, stored_documents, token_type
 from hdtool.data.errors import StoreError

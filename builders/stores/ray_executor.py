@@ -19,7 +19,6 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hdtool.builders.stores.build_executor import SEQUENCE_LENGTHS, BuildExecutor, sequence_groups
 from hdtool.builders.stores.frequent_sequences import (
     TOKENIZER_BATCH,
     CountedDocuments,
@@ -29,6 +28,8 @@ from hdtool.builders.stores.frequent_sequences import (
     most_frequent_in_part,
     part_count,
 )
+from hdtool.builders.stores.local_executor import BuildExecutor
+from hdtool.builders.stores.ngram_groups import SEQUENCE_LENGTHS, sequence_groups
 from hdtool.builders.stores.suffix_array import SORT_MEMORY_FACTOR, ShardFiles, SortedShard, sort_shard
 from hdtool.data.documents import Document, Tokens, token_type
 from hdtool.data.errors import ClusterError, HdtoolError, error_reason, install_command

@@ -32,7 +32,7 @@ from hdtool.runtime.drafters.published.racer import Racer
 from hdtool.runtime.drafters.published.suffix_automaton import SamDecoding
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
-from hdtool.runtime.drafters.trained_methods import trained_alone, trained_drafter
+from hdtool.runtime.drafters.trained_drafter_factory import trained_alone, trained_drafter
 from hdtool.runtime.kernels.code_folder import mark_compiled
 from hdtool.runtime.kernels.compile_process import DRAFTER, PARTS, PASSES, start_compiling, wait_until_compiled
 from hdtool.runtime.model.model_fingerprint import fingerprint

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index
 from hdtool.builders.stores.frequent_sequences import tokenized
+from hdtool.builders.stores.local_executor import BuildExecutor
 from hdtool.data.documents import Document, InputFile, stored_documents
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.texts_and_traces import RecordReader

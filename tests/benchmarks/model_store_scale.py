@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hdtool.builders.stores.build_executor import SEQUENCE_LENGTHS
 from hdtool.builders.stores.build_stores import build_model_store
 from hdtool.builders.stores.frequent_sequences import CountedDocuments, most_frequent_in_part, part_count
+from hdtool.builders.stores.ngram_groups import SEQUENCE_LENGTHS
 from hdtool.data.documents import Document, InputFile, token_type
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.kernels.machine_name import machine

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index
 from hdtool.builders.stores.frequent_sequences import tokenized
+from hdtool.builders.stores.local_executor import BuildExecutor
 from hdtool.builders.stores.suffix_array import SORT_MEMORY_FACTOR
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.stores.manifest import TokenizerFingerprint

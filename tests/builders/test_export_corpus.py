@@ -12,9 +12,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from hdtool.builders.export import REPLACEMENT, count_preserved_tokens, export_corpus, text_of
-from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
 from hdtool.builders.stores.edit_store import StoreContents
+from hdtool.builders.stores.local_executor import BuildExecutor
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.documents import Document, InputFile

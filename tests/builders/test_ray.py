@@ -31,8 +31,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(FOUND)
 pytestmark = pytest.mark.filterwarnings("default")
 
 from hdtool.builders.stores import ray_executor as engines  # noqa: E402
-from hdtool.builders.stores.build_executor import BuildExecutor  # noqa: E402
 from hdtool.builders.stores.build_stores import BUILDS  # noqa: E402
+from hdtool.builders.stores.local_executor import BuildExecutor  # noqa: E402
 from hdtool.builders.stores.ray_executor import ray_executor  # noqa: E402
 from hdtool.cli.app import run  # noqa: E402
 from hdtool.data.errors import ClusterError, RecordError  # noqa: E402

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index
+from hdtool.builders.stores.local_executor import BuildExecutor
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget

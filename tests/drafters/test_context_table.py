@@ -15,7 +15,13 @@ from hdtool.runtime.drafters.hierarchy.matching_sources import (
     find_matches,
     order_of_match,
 )
-from hdtool.runtime.stores.live_tables import CHAIN_LENGTHS, CONTEXT_WINDOW, LONG_CHAIN, ContextTable, latest_position
+from hdtool.runtime.stores.conversation_table import (
+    CHAIN_LENGTHS,
+    CONTEXT_WINDOW,
+    LONG_CHAIN,
+    ContextTable,
+    latest_position,
+)
 from hdtool.runtime.stores.model_store import sequence_hash
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 

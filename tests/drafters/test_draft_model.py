@@ -20,11 +20,11 @@ from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.drafters.drafter_factory import drafter_for, drafters_for
+from hdtool.runtime.drafters.standalone_drafter import StandaloneDrafter
+from hdtool.runtime.drafters.trained.block_drafter import BlockDrafter
 from hdtool.runtime.drafters.trained.checkpoints import LOADED_BY_TARGET
 from hdtool.runtime.drafters.trained.draft_model import DraftModel, draft_model_drafter
 from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, path_drafter
-from hdtool.runtime.drafters.trained.sequential import BlockDrafter
-from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
 from hdtool.runtime.engines.captured_functions import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load
@@ -51,7 +51,7 @@ CAPTURES: dict[str, CaptureMaker] = {
 
 def alone(draft: Target, target: Target, nodes: int = 8) -> StandaloneDrafter:
     module = DraftModel(draft, target.vocabulary)
-    drafter = path_drafter(module, module.drafts_in_one_run, None, None, source=SourceId.DRAFTER, width=1)
+    drafter = path_drafter(module, module.drafts_in_one_run, None, None, source=SourceId.DRAFTER)
     return StandaloneDrafter(drafter, FixedBudget(nodes))
 
 

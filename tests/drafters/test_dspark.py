@@ -18,12 +18,13 @@ from hdtool.data.errors import HeadsError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
+from hdtool.runtime.drafters.standalone_drafter import StandaloneDrafter
 from hdtool.runtime.drafters.trained import path_drafting, sequential
 from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
 from hdtool.runtime.drafters.trained.dflash import DFlashPasses
 from hdtool.runtime.drafters.trained.dflash_checkpoints import DFlashModel, load_dflash
 from hdtool.runtime.drafters.trained.proposal import Proposal, best_paths
-from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, published_drafter
+from hdtool.runtime.drafters.trained_drafter_factory import published_drafter
 from hdtool.runtime.engines.captured.ranking_passes import RankingPasses
 from hdtool.runtime.engines.captured_functions import CaptureMaker, never
 from hdtool.runtime.model.pass_inputs import TransferBuffer
@@ -270,7 +271,7 @@ def test_long_blocks_rank_their_first_positions(tmp_path: Path) -> None:
         folder = block_drafter(tmp_path / str(number), model, block_size=80, markov=markov)
         drafter = published_drafter(str(folder), target)
         drafter.begin(prompt_of(6))
-        passes: Any = drafter._reader
+        passes: Any = drafter.module
         assert passes.positions == positions and passes.rankings <= 64
         assert len(passes.read(torch.randn(3, 64), [5, 6, 7])[0]) == passes.rankings
 

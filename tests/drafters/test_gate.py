@@ -26,11 +26,14 @@ from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import PassLog
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.drafters.trained import sequential
+from hdtool.runtime.drafters.standalone_drafter import StandaloneDrafter
+from hdtool.runtime.drafters.trained import accepted_tokens
+from hdtool.runtime.drafters.trained.accepted_tokens import AcceptedTokens, QueuedTokens
 from hdtool.runtime.drafters.trained.draft_model import DraftModel
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter
-from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, QueuedTokens, SequentialDrafter, TrainedProposer
-from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, published_drafter, trained_drafter
+from hdtool.runtime.drafters.trained.proposer import TrainedProposer
+from hdtool.runtime.drafters.trained.sequential_drafter import SequentialDrafter
+from hdtool.runtime.drafters.trained_drafter_factory import published_drafter, trained_drafter
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
@@ -222,7 +225,7 @@ def of_layers(number: int, folder: Path) -> tuple[Target, TrainedProposer]:
 def of_model(folder: Path) -> tuple[Target, TrainedProposer]:
     target = Target(model_of("llama"))
     module = DraftModel(Target(model_of("qwen3")), target.vocabulary)
-    return target, SequentialDrafter(module, source=SourceId.DRAFTER, width=1)
+    return target, SequentialDrafter(module, source=SourceId.DRAFTER)
 
 
 def published(model: Callable[[], PreTrainedModel], make: Maker, folder: Path) -> tuple[Target, TrainedProposer]:
@@ -244,8 +247,8 @@ MAKERS: dict[str, Callable[[Path], tuple[Target, TrainedProposer]]] = {
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.one_in(2)
 def test_pauses_change_no_token(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequential, "LONG_PAUSE", 4)
-    monkeypatch.setattr(sequential, "READ_AFTER_PAUSE", 3)
+    monkeypatch.setattr(accepted_tokens, "LONG_PAUSE", 4)
+    monkeypatch.setattr(accepted_tokens, "READ_AFTER_PAUSE", 3)
     read = list[QueuedTokens]()
     take = AcceptedTokens.take
 

@@ -30,8 +30,9 @@ from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.head_rankings import HeadsState
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree_growth import feed, grow
+from hdtool.runtime.drafters.standalone_drafter import StandaloneDrafter, StaticTree
 from hdtool.runtime.drafters.trained.proposal import Proposal
-from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, StaticTree, drafter_of
+from hdtool.runtime.drafters.trained_drafter_factory import drafter_of
 from hdtool.runtime.engines import captured_functions
 from hdtool.runtime.engines.captured.ranking_passes import RankingPasses
 from hdtool.runtime.engines.captured_functions import CaptureMaker, Run, never

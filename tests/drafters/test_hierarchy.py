@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from hdtool.builders.evaluation.recording import accept_recorded
-from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
+from hdtool.builders.stores.local_executor import BuildExecutor
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import TokenizerFingerprint

@@ -21,6 +21,7 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import PassLog, Verified
 from hdtool.runtime.drafters.drafter_factory import drafter_for, drafters_for
+from hdtool.runtime.drafters.standalone_drafter import StandaloneDrafter
 from hdtool.runtime.drafters.trained.checkpoints import LOADED_BY_TARGET
 from hdtool.runtime.drafters.trained.mtp import (
     MTP_CACHE_NAME,
@@ -31,7 +32,6 @@ from hdtool.runtime.drafters.trained.mtp import (
     patterns_of,
 )
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
-from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
 from hdtool.runtime.engines.captured_functions import CaptureMaker, never
 from hdtool.runtime.engines.reference.drafter_layers import DrafterLayers
 from hdtool.runtime.stores.store_set import StoreSet
@@ -150,7 +150,7 @@ def test_captured_passes_of_layers_in_turn_draft_what_others_do(tmp_path: Path) 
     torch.manual_seed(0)
     for new in (5, 1, 3, 16, 1):
         hidden, tokens = torch.randn(new, model.config.hidden_size), torch.randint(97, (new,)).tolist()
-        same(*(drafter._reader.read(hidden, tokens) for drafter in reversed(used)))
+        same(*(drafter.module.read(hidden, tokens) for drafter in reversed(used)))
     assert capture.recorded > recorded and captured.captures
 
 

@@ -19,19 +19,23 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import Ranked
 from hdtool.runtime.drafters.heads.head_rankings import HeadsState, HydraModule, TrainedMtp, sequential_drafter
 from hdtool.runtime.drafters.heads.modules import HydraHeads, MtpHeads
+from hdtool.runtime.drafters.standalone_drafter import StandaloneDrafter
 from hdtool.runtime.drafters.trained import draft_passes
+from hdtool.runtime.drafters.trained.block_drafter import BlockDrafter
 from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
 from hdtool.runtime.drafters.trained.dflash import DFlashPasses
 from hdtool.runtime.drafters.trained.dflash_checkpoints import load_dflash
 from hdtool.runtime.drafters.trained.draft_model import DraftModel
+from hdtool.runtime.drafters.trained.draft_module import DraftModule
 from hdtool.runtime.drafters.trained.draft_passes import ReadingPasses
-from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
+from hdtool.runtime.drafters.trained.eagle3_model import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.gemma4_assistant import AssistantModule, load_assistant
 from hdtool.runtime.drafters.trained.mtp import IteratedMtp, MtpLayersInTurn, load_mtp, mtp_drafter
-from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, PathModule, PathsInOneRun, path_drafter, rankings_for
-from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Proposal
-from hdtool.runtime.drafters.trained.sequential import BlockDrafter, SequentialDrafter, TrainedProposer
-from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, published_drafter
+from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, PathsInOneRun, path_drafter, rankings_for
+from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration, Proposal
+from hdtool.runtime.drafters.trained.proposer import TrainedProposer
+from hdtool.runtime.drafters.trained.sequential_drafter import SequentialDrafter
+from hdtool.runtime.drafters.trained_drafter_factory import published_drafter
 from hdtool.runtime.engines.captured_functions import CaptureMaker, never
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of, assert_answers_of_batch
@@ -60,7 +64,7 @@ class Made:
     """A module of a target, and what makes drafters of it."""
 
     target: Target
-    module: PathModule
+    module: DraftModule
     drafter: Callable[[], TrainedProposer]
 
 
@@ -93,7 +97,7 @@ def small_model(folder: Path, capture: CaptureMaker) -> Made:
 
     def drafter() -> TrainedProposer:
         module = DraftModel(draft, target.vocabulary)
-        return path_drafter(module, module.drafts_in_one_run, None, None, width=1)
+        return path_drafter(module, module.drafts_in_one_run, None, None)
 
     return Made(target, DraftModel(draft, target.vocabulary), drafter)
 
@@ -231,10 +235,10 @@ def test_drafts_change_no_token(kind: str, tmp_path: Path) -> None:
 def test_steps_that_accept_more_draft_deeper(tmp_path: Path) -> None:
     module = mtp(tmp_path, never).module
     assert isinstance(module, IteratedMtp)
-    run, depths = PathsInOneRun(module), list[int]()
+    run, depths = PathsInOneRun(module, Calibration(None, 8), None), list[int]()
     run.begin([1])
     for tokens in (*[40], *[1] * 30, *[4] * 30, *[9] * 30):
-        run.start(torch.randn(tokens, module._new_hidden.shape[-1]), [5] * tokens)()
+        run._start(torch.randn(tokens, module._new_hidden.shape[-1]), [5] * tokens)()
         depths.append(module.depth)
     assert depths[0] in DEPTHS  # a prompt says nothing about drafts
     assert depths[30] == DEPTHS[0] and depths[60] == depths[90] == DEPTHS[-1]

@@ -24,13 +24,14 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import Ranked
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_for, drafters_for
+from hdtool.runtime.drafters.standalone_drafter import StandaloneDrafter
+from hdtool.runtime.drafters.trained.block_drafter import BlockDrafter
 from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
 from hdtool.runtime.drafters.trained.dflash_checkpoints import without_norm
-from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
+from hdtool.runtime.drafters.trained.eagle3_model import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.gemma4_assistant import AssistantModule, load_assistant
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Proposal
-from hdtool.runtime.drafters.trained.sequential import BlockDrafter
-from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, published_drafter
+from hdtool.runtime.drafters.trained_drafter_factory import published_drafter
 from hdtool.runtime.engines.captured.ranking_passes import RankingPasses
 from hdtool.runtime.engines.captured_functions import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet
@@ -189,7 +190,7 @@ def test_captured_blocks_are_those_of_other_passes(changes: dict[str, Any], tmp_
     torch.manual_seed(0)
     for new in (21, 1, 3, 14, 1):
         hidden, tokens = torch.randn(new, 64), torch.randint(97, (new,)).tolist()
-        (expected, sure), (found, close) = (drafter._reader.read(hidden, tokens) for drafter in (usual, captured))
+        (expected, sure), (found, close) = (drafter.module.read(hidden, tokens) for drafter in (usual, captured))
         assert (found == expected).all()
         torch.testing.assert_close(torch.tensor(close), torch.tensor(sure), rtol=1e-4, atol=1e-6)
     assert capture.recorded > recorded

@@ -21,9 +21,11 @@ from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult
 from hdtool.runtime.drafters.heads.head_rankings import HeadsState, HydraModule, TrainedMtp, sequential_drafter
 from hdtool.runtime.drafters.heads.modules import Heads, HydraHeads, MtpHeads
+from hdtool.runtime.drafters.standalone_drafter import StandaloneDrafter
+from hdtool.runtime.drafters.trained.draft_module import DraftModule
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
-from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
-from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, methods_with_drafters, trained_drafter
+from hdtool.runtime.drafters.trained.sequential_drafter import SequentialDrafter
+from hdtool.runtime.drafters.trained_drafter_factory import methods_with_drafters, trained_drafter
 from hdtool.runtime.engines.captured_functions import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
@@ -72,7 +74,7 @@ def test_training_computes_what_the_slow_reference_does(config: HeadsConfig) -> 
                 np.testing.assert_allclose(found[head, place].numpy(), expected, rtol=5e-4, atol=5e-4)
 
 
-class Checked:
+class Checked(DraftModule):
     """Compares all that a module says with what the slow reference makes of the whole conversation."""
 
     def __init__(self, module: HydraModule | TrainedMtp, heads: Heads, target: Target) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index
+from hdtool.builders.stores.local_executor import BuildExecutor
 from hdtool.builders.stores.suffix_array import suffix_array
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import StoreError

@@ -25,9 +25,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hdtool.builders.stores import edit_store
-from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
 from hdtool.builders.stores.edit_store import HistoryDocuments, drop_conversations, history_folders
+from hdtool.builders.stores.local_executor import BuildExecutor
 from hdtool.cli.store_output import verify_conversations
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import StoreError

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hdtool.builders.stores import build_executor, frequent_sequences as counting
+from hdtool.builders.stores import frequent_sequences as counting, local_executor
 from hdtool.builders.stores.build_stores import MAX_DOUBLINGS, _hash_table, build_model_store
 from hdtool.builders.stores.frequent_sequences import table_size
 from hdtool.data.documents import Document, InputFile, token_type
@@ -276,7 +276,7 @@ def test_answers_too_short_for_a_store_are_refused(documents: Documents, found: 
 def test_memory_does_not_grow_with_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counting, "MAX_TABLE_SLOTS", 1 << 12)
     monkeypatch.setattr(
-        build_executor, "PARALLEL_LENGTHS", 1
+        local_executor, "PARALLEL_LENGTHS", 1
     )  # which lengths meet in memory would be a matter of chance
     mark, source = TokenizerFingerprint("test", 1000), InputFile("test", "")
 

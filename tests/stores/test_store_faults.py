@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from hdtool.builders.stores import edit_store as rework
-from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
+from hdtool.builders.stores.local_executor import BuildExecutor
 from hdtool.cli.inspect import inspect
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import StoreError

@@ -33,10 +33,11 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
+from hdtool.runtime.drafters.standalone_drafter import StandaloneDrafter
 from hdtool.runtime.drafters.trained.draft_model import DraftModel
 from hdtool.runtime.drafters.trained.draft_passes import READ_CHUNK
 from hdtool.runtime.drafters.trained.path_drafting import path_drafter
-from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, drafter_of, published_drafter
+from hdtool.runtime.drafters.trained_drafter_factory import drafter_of, published_drafter
 from hdtool.runtime.engines import captured_functions
 from hdtool.runtime.engines.capturable_pass import StepOutput, StepPass
 from hdtool.runtime.engines.captured import captured_passes
@@ -260,8 +261,7 @@ def heads(make: Callable[[Target], Drafter] = with_heads, model: PreTrainedModel
 
 def events_of_pieces(drafter: Any) -> list[Counter[str]]:
     """Let a trained drafter draft after prompts of one piece and of three; return the events of each."""
-    module, events = drafter.trained._reader, []
-    module = getattr(module, "module", module)
+    module, events = drafter.trained.module, []
     for pieces in (1, 3) if hasattr(module, "_new_hidden") else ():  # others read prompts as models do
         number = READ_CHUNK * (pieces - 1) + 40
         module.begin([1])
@@ -288,7 +288,7 @@ def draft_models() -> dict[str, Any]:
 
         def drafter_for_target(target: Target, change: Any = change) -> Drafter:
             module = DraftModel(Target(on_device(change(model_of("llama")))), target.vocabulary)
-            trained = path_drafter(module, module.drafts_in_one_run, None, None, width=1)
+            trained = path_drafter(module, module.drafts_in_one_run, None, None)
             return StandaloneDrafter(trained, FixedBudget(NODES))
 
         found[name] = heads(drafter_for_target)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from hdtool.runtime.core.engine_interface import Ranked
-from hdtool.runtime.drafters.trained.path_drafting import PathModule
+from hdtool.runtime.drafters.trained.draft_module import ROWS_PER_PASS, DraftModule
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Proposal
-from hdtool.runtime.drafters.trained.sequential import ROWS_PER_PASS
 
 
-def assert_as_in_turn(module: PathModule, first: Ranked, proposal: Proposal) -> None:
+def assert_as_in_turn(module: DraftModule, first: Ranked, proposal: Proposal) -> None:
     """Assert that a module ranks the same after each path of a proposal, whose paths are the best ones."""
     assert_equal(proposal, slice(0, 1), first)
     best, path_probs = proposal.tokens.shape[1], np.ones(len(proposal.tokens))

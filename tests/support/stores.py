@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hdtool.builders.stores.build_executor import BuildExecutor
 from hdtool.builders.stores.build_stores import build_corpus_index, build_model_store
+from hdtool.builders.stores.local_executor import BuildExecutor
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.runtime.stores.corpus_index import CorpusIndex

@@ -10,15 +10,13 @@ from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate
 from hdtool.runtime.core.engine_interface import Ranked, TopTokens
 from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.modules import Heads, HydraHeads, MtpHeads, ParallelHeads
+from hdtool.runtime.drafters.trained.block_drafter import BlockDrafter
+from hdtool.runtime.drafters.trained.draft_module import ROWS_PER_PASS, DraftModule
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, Module, ModulePasses
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
-from hdtool.runtime.drafters.trained.path_drafting import PathModule, path_drafter, rankings_for
+from hdtool.runtime.drafters.trained.path_drafting import path_drafter, rankings_for
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration
-from hdtool.runtime.drafters.trained.sequential import (
-    ROWS_PER_PASS,
-    BlockDrafter,
-    TrainedProposer,
-)
+from hdtool.runtime.drafters.trained.proposer import TrainedProposer
 from hdtool.runtime.kernels.linear_layers import compile_linear_layers
 from hdtool.runtime.model.pass_inputs import FULL, CacheRows
 from hdtool.runtime.target.target import Target
@@ -64,7 +62,7 @@ def sequential_drafter(saved: SavedHeads, target: Target, gate: TrainedDrafterGa
     columns = target.watch_hidden()
     if target.device.type == "cpu":
         compile_linear_layers(saved.heads)
-    module: PathModule
+    module: DraftModule
     if isinstance(saved.heads, HydraHeads):
         module = HydraModule(saved.heads, target)
     else:

@@ -35,7 +35,7 @@ from hdtool.runtime.drafters.hierarchy.token_probabilities import (
 )
 from hdtool.runtime.kernels.compiled import Array, Uncopyable, compiled
 from hdtool.runtime.kernels.topk import NO_LOGIT, topk
-from hdtool.runtime.stores.live_tables import (
+from hdtool.runtime.stores.recycled_rankings import (
     MAX_KEY_TOKENS,
     RANKING_TOKENS,
     RECYCLED_TABLE,

@@ -12,12 +12,12 @@ import torch
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.engine_interface import TopTokens
+from hdtool.runtime.drafters.trained.block_drafter import BlockDrafter
 from hdtool.runtime.drafters.trained.draft_passes import ReadingPasses
 from hdtool.runtime.drafters.trained.dspark import MAX_POSITIONS
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
 from hdtool.runtime.drafters.trained.path_drafting import rankings_for
 from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, TOKENS_PER_RANKING, Calibration, Proposal
-from hdtool.runtime.drafters.trained.sequential import BlockDrafter
 from hdtool.runtime.model.pass_inputs import CacheRows
 
 if TYPE_CHECKING:

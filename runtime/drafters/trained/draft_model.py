@@ -17,10 +17,11 @@ from hdtool.runtime.core.engine_interface import Ranked, TopTokens
 from hdtool.runtime.core.prefix_cache import common_prefix_length
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.trained.checkpoints import loaded_once
+from hdtool.runtime.drafters.trained.draft_module import MAX_PASSES, NO_RANKING, DraftModule
 from hdtool.runtime.drafters.trained.module_parts import on_host, topk_tokens
 from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, path_drafter
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
-from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, NO_RANKING, TrainedProposer
+from hdtool.runtime.drafters.trained.proposer import TrainedProposer
 from hdtool.runtime.model.pass_inputs import StepTensors, step_words
 from hdtool.runtime.target.load import load
 
@@ -42,10 +43,8 @@ def draft_model_drafter(
     model = loaded_once(target, name, lambda: _loaded(name, target, tokenizer))
     module = DraftModel(model, target.vocabulary)
     on_cpu = target.device.type == "cpu"  # elsewhere, a pass's time depends on the number of layers, not of weights
-    cost = model.model.num_parameters() / target.model.num_parameters() if on_cpu else 0.0
-    return path_drafter(
-        module, module.drafts_in_one_run, None, gate, source=SourceId.DRAFTER, relative_cost=cost, width=1
-    )
+    module.relative_cost = model.model.num_parameters() / target.model.num_parameters() if on_cpu else 0.0
+    return path_drafter(module, module.drafts_in_one_run, None, gate, source=SourceId.DRAFTER)
 
 
 def _loaded(name: str, target: Target, tokenizer: TokenizerFingerprint | None) -> Target:
@@ -65,12 +64,11 @@ def _loaded(name: str, target: Target, tokenizer: TokenizerFingerprint | None) -
     return loaded.target
 
 
-class DraftModel:
+class DraftModel(DraftModule):
     """A small model that drafts a chain token by token; rejected tokens are rolled back from its KV cache."""
 
     passes = MAX_PASSES
-    depth = 0
-    """Number of drafted tokens that are read in the run that reads accepted tokens."""
+    paths_per_pass = 1
 
     def __init__(self, model: Target, vocabulary: int) -> None:
         """Only the first ``vocabulary`` token ids are drafted."""
@@ -87,9 +85,6 @@ class DraftModel:
         """
         return self._model.captures and self._cache.slots[0].states is None
 
-    def draft_within_reading(self, depth: int) -> None:
-        self.depth = depth
-
     def begin(self, prompt: list[int]) -> None:
         self._model.notice_changes()
         slot = self._cache.slots[0]
@@ -101,9 +96,6 @@ class DraftModel:
         """Maximum number of tokens that the model can read, after which it drafts nothing; None without a limit."""
         self._accepted = 0
         """Number of context tokens in the cache."""
-
-    def skip(self, tokens: int) -> None:
-        self.begin([])
 
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
         self._drafted = 0

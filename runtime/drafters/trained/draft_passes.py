@@ -14,9 +14,9 @@ import torch
 from hdtool.runtime.caches.kv_cache import LayerShape, extent_for
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.engine_interface import Ranked, TopTokens
+from hdtool.runtime.drafters.trained.draft_module import MAX_PASSES, ROWS_PER_PASS, DraftModule
 from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, Extend, rank_best_paths, rankings_for
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
-from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, ROWS_PER_PASS
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, CacheRows
 from hdtool.runtime.target.target import Target
 
@@ -35,7 +35,7 @@ RankAfter = Callable[[list[torch.Tensor], torch.Tensor], TopTokens]
 """Ranks the next tokens, given the outputs ``[1, width]`` of a module's layers for a token, and that token ``[1]``."""
 
 
-class ReadingPasses:
+class ReadingPasses(DraftModule):
     """Passes over accepted tokens, with a KV cache, that rank the tokens that may follow the last one."""
 
     def __init__(
@@ -71,16 +71,8 @@ class ReadingPasses:
         kv.cut(0)
         kv.clear_from(0)
 
-    def skip(self, tokens: int) -> None:
-        self.begin([])
-
-    def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
-        """Read accepted tokens; return the best tokens after the last one, and their probabilities."""
-        return self.start(hidden, tokens)()
-
     @torch.inference_mode()
     def start(self, hidden: torch.Tensor, tokens: list[int]) -> Callable[[], Ranked]:
-        """Start to read accepted tokens; return a function that waits for what ``read`` returns."""
         if not self._caches:
             hidden, tokens = hidden[-1:], tokens[-1:]
         while len(tokens) > READ_CHUNK:
@@ -157,11 +149,6 @@ class ReadingPasses:
 class ModulePasses(ReadingPasses):
     """Passes of a module over accepted tokens."""
 
-    passes = 0
-    """Maximum number of passes of a draft after the first."""
-    depth = 0
-    """Number of these passes that are made in the run that reads accepted tokens."""
-
     def __init__(
         self,
         module: Module,
@@ -175,7 +162,8 @@ class ModulePasses(ReadingPasses):
         super().__init__(shapes, hidden, target, **options)
 
     def draft_within_reading(self, depth: int) -> None:
-        self.depth, self.rankings = depth, rankings_for(depth)
+        super().draft_within_reading(depth)
+        self.rankings = rankings_for(depth)
 
     def _with_paths(self, first: TopTokens, extend: Extend) -> TopTokens:
         """Return the ``first`` ranking and, if ``depth`` is not 0, the rankings after the best paths below it."""
@@ -261,10 +249,6 @@ class DraftPasses(ModulePasses):
 
     @torch.inference_mode()
     def extend(self, parents: list[int], tokens: list[int]) -> Ranked:
-        """Extend the path of each row in ``parents`` by the corresponding token.
-
-        Return the best tokens after each of ``tokens``, and their probabilities.
-        """
         first, new, base = len(self._ancestors), len(tokens), self.length
         for number, parent in enumerate(parents, start=first - 1):
             self._ancestors.append(self._ancestors[parent] | 1 << number)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from hdtool.runtime.core.engine_interface import TopTokens
+from hdtool.runtime.drafters.trained.draft_module import ROWS_PER_PASS
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
 from hdtool.runtime.drafters.trained.path_drafting import rank_best_paths
 from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, TOKENS_PER_RANKING
-from hdtool.runtime.drafters.trained.sequential import ROWS_PER_PASS
 
 VANILLA, GATED, RNN = MARKOV_KINDS = "vanilla", "gated", "rnn"
 """Kinds of Markov heads: the bias depends on the token before; on this token and the position's hidden state; or on all

@@ -11,10 +11,10 @@ import torch
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.caches.kv_cache import NO_TENSOR, KVTensors, extent_for
 from hdtool.runtime.core.engine_interface import Ranked, TopTokens, Verified
+from hdtool.runtime.drafters.trained.draft_module import MAX_PASSES, NO_RANKING, ROWS_PER_PASS, DraftModule
 from hdtool.runtime.drafters.trained.module_parts import on_host, topk_tokens
 from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, rank_best_paths, rankings_for
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
-from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, NO_RANKING, ROWS_PER_PASS
 from hdtool.runtime.model.pass_inputs import FULL, MOVES, SLIDING, AttentionMasks, AttentionWindow
 
 if TYPE_CHECKING:
@@ -23,12 +23,10 @@ if TYPE_CHECKING:
     from hdtool.runtime.target.target import Target
 
 
-class AssistantModule:
+class AssistantModule(DraftModule):
     """A Gemma 4 assistant, which has no KV cache and runs all passes at the position of the last accepted token."""
 
     passes = MAX_PASSES
-    depth = 0
-    """Number of passes of a draft that are made in the run that reads accepted tokens."""
 
     def __init__(self, assistant: Any, target: Target) -> None:
         self._assistant, self._embed = assistant, target.model.get_input_embeddings()
@@ -59,12 +57,6 @@ class AssistantModule:
 
     def skip(self, tokens: int) -> None:
         self._length += tokens  # the target's KV cache holds them
-
-    def draft_within_reading(self, depth: int) -> None:
-        self.depth = depth
-
-    def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
-        return self.start(hidden, tokens)()
 
     @torch.inference_mode()
     def start(self, hidden: torch.Tensor, tokens: list[int]) -> Callable[[], Ranked]:

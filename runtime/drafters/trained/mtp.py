@@ -21,12 +21,13 @@ from hdtool.data.errors import FamilyError, HeadsError, error_reason
 from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape, layer_shapes
 from hdtool.runtime.core.engine_interface import TopTokens
 from hdtool.runtime.core.tolerances import distances, tolerance_of
+from hdtool.runtime.drafters.trained.block_drafter import BlockDrafter
 from hdtool.runtime.drafters.trained.checkpoints import loaded_once
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, ReadingPasses
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
 from hdtool.runtime.drafters.trained.path_drafting import path_drafter
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration, Proposal
-from hdtool.runtime.drafters.trained.sequential import BlockDrafter, TrainedProposer
+from hdtool.runtime.drafters.trained.proposer import TrainedProposer
 from hdtool.runtime.kernels.linear_layers import compile_linear_layers
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, CacheRows
 from hdtool.runtime.model.transformers_internals import attention_of, use_masked_attention

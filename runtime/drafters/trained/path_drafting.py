@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.engine_interface import Ranked, TopTokens
+from hdtool.runtime.drafters.trained.block_drafter import BlockDrafter
+from hdtool.runtime.drafters.trained.draft_module import ROWS_PER_PASS, DraftModule
 from hdtool.runtime.drafters.trained.proposal import Calibration, Proposal
-from hdtool.runtime.drafters.trained.sequential import (
-    MAX_CALIBRATED_DEPTH,
-    ROWS_PER_PASS,
-    BlockDrafter,
-    BlockModule,
-    Follow,
-    SequentialDrafter,
-    SequentialModule,
-    TrainedProposer,
-)
+from hdtool.runtime.drafters.trained.proposer import TrainedProposer
+from hdtool.runtime.drafters.trained.sequential_drafter import MAX_CALIBRATED_DEPTH, SequentialDrafter
 
 if TYPE_CHECKING:
     from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate
@@ -63,68 +57,36 @@ def rank_best_paths(first: TopTokens, depth: int, extend: Extend) -> TopTokens:
     return torch.cat([best, followed], dim=-1), torch.cat([probs, torch.zeros_like(probs[:, :1])], dim=-1)
 
 
-class PathModule(SequentialModule, BlockModule, Protocol):
-    """A sequential module that can also make several passes of a draft in the run that reads accepted tokens."""
-
-    def draft_within_reading(self, depth: int) -> None:
-        """Let a run that reads accepted tokens also make the draft's next ``depth`` passes, on the device."""
-        ...
-
-
-class PathsInOneRun:
+class PathsInOneRun(BlockDrafter):
     """Reads accepted tokens and extends paths in one run of a module; deeper where steps accept more tokens."""
 
-    def __init__(self, module: PathModule) -> None:
-        self.module = module
-        self._tokens = EXPECTED_TOKENS
-        """Average number of tokens that a step accepts."""
+    _accepted_per_step = EXPECTED_TOKENS
+    """Average number of tokens that a step accepts."""
 
-    def begin(self, prompt: list[int]) -> None:
-        self.module.begin(prompt)
-
-    def skip(self, tokens: int) -> None:
-        self.module.skip(tokens)
-
-    def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
-        return self.start(hidden, tokens)()
-
-    def start(self, hidden: torch.Tensor, tokens: list[int]) -> Callable[[], Ranked]:
-        """Start to read accepted tokens and to draft; return a function that waits for the rankings."""
+    def _start(self, hidden: torch.Tensor, tokens: list[int]) -> Callable[[], Ranked]:
         if len(tokens) <= 1 + DEPTHS[-1]:  # else a prompt, or the tokens of a pause
-            self._tokens += LEARNING_RATE * (len(tokens) - self._tokens)
-        wanted = DEPTH_PER_TOKEN * (self._tokens - 1)
+            self._accepted_per_step += LEARNING_RATE * (len(tokens) - self._accepted_per_step)
+        wanted = DEPTH_PER_TOKEN * (self._accepted_per_step - 1)
         depth = next((depth for depth in DEPTHS if depth >= wanted), DEPTHS[-1])
         self.module.draft_within_reading(min(depth, self.module.passes))
-        return self.module.start(hidden, tokens)
+        return super()._start(hidden, tokens)
 
 
 def path_drafter(
-    module: PathModule,
+    module: DraftModule,
     in_one_run: bool,
     columns: slice | None,
     gate: TrainedDrafterGate | None,
     *,
     source: SourceId = SourceId.HEADS,
-    relative_cost: float = 0.0,
-    follow: Follow | None = None,
     odds: list[list[float]] | None = None,
-    width: int = ROWS_PER_PASS,
 ) -> TrainedProposer:
     """Return a drafter that extends paths by a module; see ``SequentialDrafter`` for most arguments.
 
     With ``in_one_run``, where passes are captured, the host needn't wait between the passes of a draft.
     """
     if not in_one_run:
-        return SequentialDrafter(
-            module,
-            columns=columns,
-            source=source,
-            gate=gate,
-            relative_cost=relative_cost,
-            follow=follow,
-            odds=odds,
-            width=width,
-        )
-    calibration, run = Calibration(odds, MAX_CALIBRATED_DEPTH + 1), PathsInOneRun(module)
-    arrange = Proposal.in_tree if width > 1 else Proposal.in_turn
-    return BlockDrafter(run, calibration, columns, source=source, gate=gate, follow=follow, arrange=arrange)
+        return SequentialDrafter(module, columns=columns, source=source, gate=gate, odds=odds)
+    calibration = Calibration(odds, MAX_CALIBRATED_DEPTH + 1)
+    arrange = Proposal.in_tree if module.paths_per_pass > 1 else Proposal.in_turn
+    return PathsInOneRun(module, calibration, columns, source=source, gate=gate, arrange=arrange)
