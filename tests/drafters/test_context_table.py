@@ -15,7 +15,7 @@ from hdtool.runtime.drafters.hierarchy.matching_sources import (
     find_matches,
     order_of_match,
 )
-from hdtool.runtime.stores.conversation_table import (
+from hdtool.runtime.stores.context_table import (
     CHAIN_LENGTHS,
     CONTEXT_WINDOW,
     LONG_CHAIN,

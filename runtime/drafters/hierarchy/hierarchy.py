@@ -46,7 +46,7 @@ from hdtool.runtime.drafters.hierarchy.record_table import RecordTable
 from hdtool.runtime.drafters.hierarchy.tree_growth import feed_token, grow_all, restart
 from hdtool.runtime.drafters.trained.proposer import TrainedProposer
 from hdtool.runtime.kernels.compiled import HAS_CLOCK, Array, SharedTime, Uncopyable
-from hdtool.runtime.stores.conversation_table import CHAIN_LENGTHS, LONG_CHAIN, ContextTable
+from hdtool.runtime.stores.context_table import CHAIN_LENGTHS, LONG_CHAIN, ContextTable
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History, address_of
 from hdtool.runtime.stores.model_store import ModelStore, model_record

@@ -21,7 +21,7 @@ from hdtool.runtime.drafters.hierarchy.compiled_source import (
 )
 from hdtool.runtime.drafters.hierarchy.token_probabilities import MANY_TOKENS, contribute, evidence_bucket
 from hdtool.runtime.kernels.compiled import Array, Ints, array_at, compiled
-from hdtool.runtime.stores.conversation_table import (
+from hdtool.runtime.stores.context_table import (
     CHAIN_LENGTHS,
     CONTEXT_TABLE,
     CONTEXT_WINDOW,

@@ -33,7 +33,7 @@ from hdtool.runtime.drafters.hierarchy.compiled_source import (
     work_at,
 )
 from hdtool.runtime.kernels.compiled import Array, compiled
-from hdtool.runtime.stores.conversation_table import latest_position
+from hdtool.runtime.stores.context_table import latest_position
 
 EVIDENCE_SIZES = 8
 ONE_TOKEN, FEW_TOKENS, MANY_TOKENS = range(3)
