@@ -20,7 +20,7 @@ from transformers import (
 from hdtool.data.errors import HdtoolError, ModelError, error_reason
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.request import Key, Request, room_for
+from hdtool.runtime.core.request import Key, Observer, Request, room_for
 from hdtool.runtime.core.sampler import Criterion, Sampler
 from hdtool.runtime.generation.generation_settings import NO_SETTINGS, refuse_settings
 from hdtool.runtime.generation.grammar import GrammarCompiler, Guide, guided_drafter, masks_of
@@ -64,10 +64,12 @@ class AnswerPlan:
         *,
         draft_tokens: int | None = None,
         owner: str = "",
+        observer: Observer | None = None,
     ) -> Request[Key]:
         """Return the request for the answer; its trees follow the grammar and have at most ``draft_tokens`` nodes."""
         guided = guided_drafter(drafter, self.guide, draft_tokens)
-        return Request(key, self.prompt, self.sampler, guided, self.stops, prediction, self.max_new_tokens, owner)
+        limit = self.max_new_tokens
+        return Request(key, self.prompt, self.sampler, guided, self.stops, prediction, limit, owner, observer)
 
 
 def plan_answer(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -101,8 +100,8 @@ class Answerer:
         prediction = self._prediction(dialogue) if drafter.predicts else []
         guide = self._grammars.guide_for(prompt.grammar)
         plan = plan_answer(self.loaded, self.sampling, ids, decoding.max_new_tokens, guide)
-        request = plan.request(dialogue, drafter, prediction, draft_tokens=decoding.draft_tokens)
-        return replace(request, observer=self._new_observer()) if self._new_observer else request
+        observer = self._new_observer() if self._new_observer else None
+        return plan.request(dialogue, drafter, prediction, draft_tokens=decoding.draft_tokens, observer=observer)
 
     def _encoded(self, prompt: Prompt, messages: Sequence[Message]) -> list[int]:
         return encode_conversation(self.loaded.tokenizer, messages, chat=self._chat, tools=prompt.tools)

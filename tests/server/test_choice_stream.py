@@ -35,7 +35,7 @@ def answered(loaded: Loaded, request: ChatRequest | CompletionRequest) -> tuple[
     choices = preparer.chat(request, "") if isinstance(request, ChatRequest) else preparer.completion(request)
 
     async def generate() -> ChoiceStream:
-        stream = ChoiceStream(engine, metrics, loaded, preparer, choices)
+        stream = ChoiceStream(engine, metrics, choices)
         stream.submit("")
         async for _ in stream.deltas():
             pass

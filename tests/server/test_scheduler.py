@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import weakref
 from queue import Queue
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from hdtool.data.errors import PromptError
+from hdtool.runtime.answering.answer_plan import AnswerPlan
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
+from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.drafters.published.lookup_methods import PromptLookup
 from hdtool.runtime.integrations.server.openai_requests import CompletionRequest
 from hdtool.runtime.integrations.server.request_preparation import Preparer
@@ -24,6 +26,13 @@ def scheduler_of(loaded: Loaded, decoding: DecodeConfig, max_waiting: int = 2) -
     return tenants, Scheduler(loaded.target, tenants, decoding, max_waiting=max_waiting, prefix_bytes=0)
 
 
+def plan_of(prompt: list[int]) -> AnswerPlan:
+    return AnswerPlan(prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=4)
+
+
+PLAN = plan_of([7, 8])
+
+
 def nothing(*given: Any) -> Any:
     raise AssertionError("no job is started")
 
@@ -31,7 +40,7 @@ def nothing(*given: Any) -> Any:
 def test_cancelled_answers_take_no_place_among_those_that_wait(loaded: Loaded) -> None:
     decoding = DecodeConfig(method="ar", batch_size=2)
     _, engine = scheduler_of(loaded, decoding)
-    first, second, third = (AnswerJob("", nothing, nothing) for _ in range(3))
+    first, second, third = (AnswerJob("", PLAN, nothing) for _ in range(3))
     engine.submit([first, second])
     with pytest.raises(OverloadError):
         engine.submit([third])
@@ -44,7 +53,7 @@ def test_more_answers_than_may_ever_wait_are_refused_for_good(loaded: Loaded) ->
     decoding = DecodeConfig(method="ar")
     _, engine = scheduler_of(loaded, decoding)
     with pytest.raises(PromptError, match="asks for 3 answers, and this server takes at most 2 at once"):
-        engine.submit([AnswerJob("", nothing, nothing) for _ in range(3)])
+        engine.submit([AnswerJob("", PLAN, nothing) for _ in range(3)])
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -66,7 +75,7 @@ def test_a_job_whose_drafter_cannot_be_made_is_told(loaded: Loaded, monkeypatch:
     delivered: Queue[Any] = Queue()
     engine.start()
     try:
-        engine.submit([AnswerJob("", nothing, delivered.put)])
+        engine.submit([AnswerJob("", PLAN, delivered.put)])
         error = delivered.get(timeout=20)
         assert isinstance(error, EngineError) and str(error) == "no memory"
     finally:
@@ -83,13 +92,13 @@ def test_a_session_that_cannot_be_ended_ends_all_answers(loaded: Loaded, monkeyp
     monkeypatch.setattr(engine._session, "advance", fail)
     monkeypatch.setattr(engine._session, "end", fail)
     delivered: Queue[Any] = Queue()
-    engine.submit([AnswerJob("", lambda *given: cast(Any, None), delivered.put), AnswerJob("", nothing, delivered.put)])
+    engine.submit([AnswerJob("", PLAN, delivered.put), AnswerJob("", PLAN, delivered.put)])
     engine.start()
     assert all(isinstance(delivered.get(timeout=20), EngineError) for _ in range(2))
     engine._thread.join(20)
     assert not engine.is_alive
     with pytest.raises(OverloadError):
-        engine.submit([AnswerJob("", nothing, delivered.put)])
+        engine.submit([AnswerJob("", PLAN, delivered.put)])
 
 
 def test_the_old_cache_is_freed_before_a_new_one_is_allocated(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,10 +130,10 @@ def test_the_old_cache_is_freed_before_a_new_one_is_allocated(loaded: Loaded, mo
     engine.start()
     try:
         monkeypatch.setattr(engine._target, "launch", fail)
-        engine.submit([preparer.job(choice, "", delivered.put)])
+        engine.submit([choice.job("", delivered.put)])
         assert isinstance(last_delivered(), EngineError)
         monkeypatch.setattr(engine._target, "launch", launch)
-        engine.submit([preparer.job(choice, "", delivered.put)])
+        engine.submit([choice.job("", delivered.put)])
         assert last_delivered().finish and freed == [True]
         assert engine.running == 0 and engine.cached_tokens > 0
     finally:
@@ -134,9 +143,10 @@ def test_the_old_cache_is_freed_before_a_new_one_is_allocated(loaded: Loaded, mo
 def test_a_conversation_gets_the_drafter_of_its_last_turn(loaded: Loaded) -> None:
     decoding = DecodeConfig(method="ar", batch_size=2)
     tenants, engine = scheduler_of(loaded, decoding, max_waiting=9)
-    conversations = [AnswerJob("", nothing, nothing, [1, 2, last]) for last in (3, 4, 5)]
-    drafters = [engine._drafters.setdefault(job, tenants.take("", job.prompt)) for job in conversations]
-    for job in conversations:
+    conversations = [AnswerJob("", plan_of([1, 2, last]), nothing) for last in (3, 4, 5)]
+    drafters = [tenants.take("", job.plan.prompt) for job in conversations]
+    for job, drafter in zip(conversations, drafters, strict=True):
+        engine._running[job] = drafter, job.plan.request(job, drafter)
         engine._finish(job)
     assert tenants.take("", [1, 2, 4, 7, 8, 9]) is drafters[1]
     assert tenants.take("", [1, 2, 3, 7]) is drafters[0]
@@ -150,7 +160,7 @@ def test_the_prompt_chooses_the_drafter(loaded: Loaded, monkeypatch: pytest.Monk
     (choice,) = preparer.completion(CompletionRequest.of({"prompt": [7, 8]}))
     delivered: Queue[Any] = Queue()
     monkeypatch.setattr(tenants, "take", lambda *given: delivered.put(given))
-    engine.submit([preparer.job(choice, "", nothing)])
+    engine.submit([choice.job("", nothing)])
     engine._start_next()
     assert delivered.get_nowait() == ("", [7, 8])
 
@@ -163,14 +173,14 @@ def test_an_answer_without_drafts_takes_no_drafter_of_the_tenant(
     preparer = Preparer(loaded, decoding, SamplingConfig())
     body = CompletionRequest.of({"prompt": [7, 8], "hdtool": {"drafts": False}})
     (choice,) = preparer.completion(body)
-    job = preparer.job(choice, "", nothing)
+    job = choice.job("", nothing)
     for name in ("take", "put"):
         monkeypatch.setattr(tenants, name, nothing)
     engine.submit([job])
     engine._start_next()
-    assert type(engine._requests[job].drafter) is NoDraft
+    assert type(engine._running[job][0]) is NoDraft
     engine._finish(job)
-    assert not engine._drafters
+    assert not engine._running
 
 
 def test_a_server_that_stops_begins_no_session(
@@ -184,7 +194,7 @@ def test_a_server_that_stops_begins_no_session(
 
     monkeypatch.setattr(engine, "_begin_session", fail)
     delivered: Queue[Any] = Queue()
-    engine.submit([AnswerJob("", nothing, delivered.put)])
+    engine.submit([AnswerJob("", PLAN, delivered.put)])
     engine._is_stopping = True
     engine.start()
     assert isinstance(delivered.get(timeout=20), OverloadError)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -12,7 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from hdtool.data.chat import encode_text
 from hdtool.data.prompts import Grammar
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.answering.answer_plan import AnswerPlan
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.step import Finish, Stats, Step
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.generation.text_stream import TextStream
@@ -89,9 +91,9 @@ def answer(tokenizer: PreTrainedTokenizerBase, said: str, **prompt: Any) -> list
     ids = encode_text(tokenizer, said, special=False)
     fields: dict[str, Any] = {"tools": NO_TOOLS, "rendered": PROMPT} | prompt
     prepared = PreparedPrompt([1], 99, **fields)
-    readers, plan = prepared.readers(tokenizer), cast(Any, None)
+    readers, plan = prepared.readers(tokenizer), AnswerPlan([1], Sampler(SamplingConfig(), [1]), 99)
     text = TextStream(tokenizer, skip_special_tokens=not readers.is_marked)
-    reader = AnswerText(PreparedChoice(prepared, plan, text, readers, None), frozenset())
+    reader = AnswerText(PreparedChoice(prepared, plan, text, readers, None))
     last = len(ids) - 1
     return [reader.add(_step([token], Finish.STOP if place == last else None)) for place, token in enumerate(ids)]
 

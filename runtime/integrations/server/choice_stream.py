@@ -22,25 +22,17 @@ from hdtool.runtime.integrations.server.openai_formats import (
     TokenLogprobs,
     usage_of,
 )
-from hdtool.runtime.integrations.server.request_preparation import PreparedChoice, Preparer
+from hdtool.runtime.integrations.server.request_preparation import PreparedChoice
 from hdtool.runtime.integrations.server.scheduler import AnswerJob, OverloadError, Scheduler
 from hdtool.runtime.integrations.server.tool_calls import ToolCall, calls_of
-from hdtool.runtime.target.load import Loaded
 
 
 class ChoiceStream:
     """Generates the choices of one request."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        metrics: Metrics,
-        loaded: Loaded,
-        preparer: Preparer,
-        choices: Sequence[PreparedChoice],
-    ) -> None:
-        self._scheduler, self._metrics, self._preparer, self._choices = scheduler, metrics, preparer, choices
-        self._texts = [AnswerText(choice, loaded.stops) for choice in choices]
+    def __init__(self, scheduler: Scheduler, metrics: Metrics, choices: Sequence[PreparedChoice]) -> None:
+        self._scheduler, self._metrics, self._choices = scheduler, metrics, choices
+        self._texts = list(map(AnswerText, choices))
         self._queue: asyncio.Queue[tuple[int, Step | Exception]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._open: set[int] = set(range(len(choices)))
@@ -48,10 +40,7 @@ class ChoiceStream:
 
     def submit(self, tenant: str) -> None:
         """Submit the choices to the engine; raise RequestError if its queue is full or it is stopping."""
-        self._jobs = [
-            self._preparer.job(choice, tenant, partial(self._deliver, index))
-            for index, choice in enumerate(self._choices)
-        ]
+        self._jobs = [choice.job(tenant, partial(self._deliver, index)) for index, choice in enumerate(self._choices)]
         try:
             self._scheduler.submit(self._jobs)
         except OverloadError as error:
@@ -123,10 +112,9 @@ class ChoiceStream:
 class AnswerText:
     """Converts the steps of one answer to text, reasoning, tool calls and log-probabilities."""
 
-    def __init__(self, choice: PreparedChoice, ends: frozenset[int]) -> None:
-        """``ends`` are the tokens that end an answer; they are not part of its text."""
+    def __init__(self, choice: PreparedChoice) -> None:
         self.stats = Stats()
-        self._choice, self._ends = choice, ends
+        self._choice = choice
         self._text, self._reader, self._thinking = choice.text, choice.readers.calls, choice.readers.thinking
         tools = choice.prompt.tools
         self._must_call = bool(tools.required) and not tools.is_generic
@@ -148,7 +136,8 @@ class AnswerText:
         return whole
 
     def _add(self, tokens: list[int], finish: Finish | None) -> Delta:
-        tokens = tokens[:-1] if finish is Finish.STOP and tokens[-1] in self._ends else tokens
+        if finish is Finish.STOP and tokens[-1] in self._choice.plan.stops:  # not a part of the text
+            tokens = tokens[:-1]
         text = self._text.add(tokens) + (self._text.end() if finish else "")
         reasoning: str = ""
         calls: list[ToolCall] = []

@@ -270,7 +270,7 @@ class Server:
     async def _answer(
         self, request: Request, choices: Sequence[PreparedChoice], form: Format, *, stream: bool
     ) -> Response:
-        answers = ChoiceStream(self._scheduler, self._metrics, self._loaded, self._preparer, choices)
+        answers = ChoiceStream(self._scheduler, self._metrics, choices)
         answers.submit(request.state.tenant)
         entry: LogEntry = request.scope[ENTRY_KEY]
         entry.model, entry.answers = self._name, answers

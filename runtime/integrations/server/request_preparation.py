@@ -19,8 +19,7 @@ from hdtool.data.prompts import Grammar, grammar_of, prediction_of, tools_of
 from hdtool.runtime.answering.answer_plan import AnswerPlan, compiler_for, plan_answer
 from hdtool.runtime.config.decoding import HIERARCHIES, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.request import Request, room_for
+from hdtool.runtime.core.request import room_for
 from hdtool.runtime.core.sampler import seed_of
 from hdtool.runtime.core.step import Step
 from hdtool.runtime.generation.grammar import Guide
@@ -105,6 +104,13 @@ class PreparedChoice:
     """Turns the answer's tokens into text."""
     readers: AnswerReaders
     recorded: list[TokenLogprobs] | None
+
+    def job(self, tenant: str, deliver: Callable[[Step | Exception], None]) -> AnswerJob:
+        """Return the job that generates this choice; the engine calls ``deliver`` with each step, or with an error."""
+        prompt = self.prompt
+        observer = None if self.recorded is None else LogprobRecorder(prompt.logprobs or 0, self.recorded)
+        prediction = prompt.prediction or prompt.quotes
+        return AnswerJob(tenant, self.plan, deliver, prediction, observer, prompt.extension.drafts)
 
 
 class Preparer:
@@ -212,19 +218,6 @@ class Preparer:
                 )
             )
         return self._choices(body, prepared)
-
-    def job(self, choice: PreparedChoice, tenant: str, deliver: Callable[[Step | Exception], None]) -> AnswerJob:
-        """Return the job that generates a choice; the engine calls ``deliver`` with each step, or with an error."""
-
-        def make_request(job: AnswerJob, drafter: Drafter) -> Request[AnswerJob]:
-            prompt, draft_tokens = choice.prompt, self._decoding.draft_tokens
-            prediction = prompt.prediction or prompt.quotes
-            request = choice.plan.request(job, drafter, prediction, draft_tokens=draft_tokens, owner=tenant)
-            if choice.recorded is None:
-                return request
-            return replace(request, observer=LogprobRecorder(prompt.logprobs or 0, choice.recorded))
-
-        return AnswerJob(tenant, make_request, deliver, choice.prompt.tokens, choice.prompt.extension.drafts)
 
     def _choices(self, body: GenerationRequest, prepared: Sequence[PreparedPrompt]) -> list[PreparedChoice]:
         refuse_too_many(len(prepared) * (body.n or 1), self._max_answers)

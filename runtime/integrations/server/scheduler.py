@@ -15,11 +15,12 @@ import numpy as np
 
 from hdtool.data.errors import HdtoolError, PromptError
 from hdtool.data.stores.tenant import Tenant
+from hdtool.runtime.answering.answer_plan import AnswerPlan
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.core.cache_interface import AnyCache
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.prefix_cache import PrefixCache, common_prefix_length
-from hdtool.runtime.core.request import Request
+from hdtool.runtime.core.request import Observer, Request
 from hdtool.runtime.core.session import Session
 from hdtool.runtime.core.step import Step
 from hdtool.runtime.drafters.drafter_factory import DrafterMaker
@@ -41,12 +42,11 @@ class AnswerJob:
     """An answer to generate, and the callback that gets its steps."""
 
     tenant: str
-    request: Callable[[AnswerJob, Drafter], Request[AnswerJob]]
-    """Makes the request of this job once a drafter is free."""
+    plan: AnswerPlan
     deliver: Callable[[Step | Exception], None]
     """Called in the engine's thread with each step, or with the error that ends the answer."""
-    prompt: Sequence[int] = ()
-    """Tokens of the prompt, by which a drafter is chosen."""
+    prediction: Sequence[int] = ()
+    observer: Observer | None = None
     drafts: bool = True
     """False to generate the answer without a drafter of the tenant."""
     is_cancelled: bool = False
@@ -113,9 +113,8 @@ class Scheduler:
         self._waiting: deque[AnswerJob] = deque()
         self._condition = threading.Condition()
         self._is_stopping = False
-        self._drafters: dict[AnswerJob, Drafter] = {}
-        """The drafter of each job that has been started and not ended."""
-        self._requests: dict[AnswerJob, Request[AnswerJob]] = {}
+        self._running: dict[AnswerJob, tuple[Drafter, Request[AnswerJob]]] = {}
+        """Jobs in the session, each with its tenant's drafter and its request."""
         self._begin_session()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -131,7 +130,7 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        return len(self._drafters)
+        return len(self._running)
 
     @property
     def max_running(self) -> int:
@@ -204,8 +203,8 @@ class Scheduler:
 
     def _advance(self) -> None:
         """Prefill the next piece of a prompt, or run one step for all running answers."""
-        for job in [job for job in self._requests if job.is_cancelled]:
-            self._session.cancel(self._requests[job])
+        for job in [job for job in self._running if job.is_cancelled]:
+            self._session.cancel(self._running[job][1])
             self._finish(job)
         if self._session.takes_next:
             self._start_next()
@@ -215,7 +214,7 @@ class Scheduler:
             request.key.deliver(outcome)
 
     def _start_next(self) -> None:
-        """Submit the first waiting job to the session, unless the job is cancelled or no request can be made of it."""
+        """Submit the first waiting job to the session, unless the job is cancelled or no drafter can be made for it."""
         with self._condition:
             if not self._waiting:
                 return
@@ -223,32 +222,29 @@ class Scheduler:
         if job.is_cancelled:
             return
         try:
-            drafter = self._drafters[job] = self._tenants.take(job.tenant, job.prompt) if job.drafts else NoDraft()
+            drafter = self._tenants.take(job.tenant, job.plan.prompt) if job.drafts else NoDraft()
         except Exception as error:  # failing to make a drafter must not end other answers
             traceback.print_exc(file=sys.stderr)
             job.deliver(_public_error(error))
             return
-        try:
-            request = self._requests[job] = job.request(job, drafter)
-        except HdtoolError as error:
-            self._finish(job)
-            job.deliver(error)
-            return
+        limit = self._decoding.draft_tokens
+        request = job.plan.request(
+            job, drafter, job.prediction, draft_tokens=limit, owner=job.tenant, observer=job.observer
+        )
+        self._running[job] = drafter, request
         self._session.submit(request)
 
     def _finish(self, job: AnswerJob) -> None:
-        self._requests.pop(job, None)
-        drafter = self._drafters.pop(job, None)
-        if drafter and job.drafts:
-            self._tenants.put(job.tenant, drafter, job.prompt)
+        drafter, _ = self._running.pop(job)
+        if job.drafts:
+            self._tenants.put(job.tenant, drafter, job.plan.prompt)
 
     def _end_session(self, error: Exception) -> None:
         """End all running answers with an error and free the cache; raise an exception if the session cannot end."""
-        for job in self._drafters:
+        for job in self._running:
             job.deliver(_public_error(error))
-        self._drafters.clear()  # the drafters may be in any state, so new ones are made
+        self._running.clear()  # the drafters may be in any state, so new ones are made
         self._session.end()
-        self._requests.clear()
         self._cache = None
         del self._session
 
