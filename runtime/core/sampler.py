@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Container, Sequence
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +13,7 @@ from transformers import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
     LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
     TypicalLogitsWarper,
 )
 
@@ -109,11 +104,11 @@ class Sampler:
         config: SamplingConfig,
         context: Sequence[int],
         *,
-        processors: LogitsProcessorList | None = None,
+        processors: Sequence[LogitsProcessor] = (),
         padding: Sequence[int] = (),
         criteria: Sequence[Criterion] = (),
     ) -> None:
-        """If ``processors`` are given, only ``seed`` and ``is_greedy`` of ``config`` are used.
+        """Only ``seed`` and ``is_greedy`` of ``config`` are used; ``processors`` apply the other options.
 
         Processors see the ``padding`` tokens in front of the context; the model does not. The answer ends at the first
         token that meets one of the ``criteria``.
@@ -121,10 +116,10 @@ class Sampler:
         self._greedy, self._race, self._criteria = config.is_greedy, ExponentialRace(config.seed), criteria
         self.seed = None if self._greedy else config.seed
         """The seed of the draws; None if decoding is greedy."""
-        self._processors = processors_of(config) if processors is None else processors
+        self._processors: list[Any] = list(processors)
         truncated = Truncation.at_end_of(self._processors)
         self.pre_processors: list[LogitsProcessor]
-        self.pre_processors, self._truncation = (list(self._processors), Truncation()) if self._greedy else truncated
+        self.pre_processors, self._truncation = (self._processors, Truncation()) if self._greedy else truncated
         """The processors before the truncation, which is a part of the draw."""
         self.truncating_processors = self._processors[len(self.pre_processors) :]
         self._allowed = np.empty(0, np.int64), np.empty(0, np.float32)
@@ -345,25 +340,3 @@ class _GrowingIds:
                 there.copy_(on_host, non_blocking=True)
             self._filled = length
         return cast(torch.LongTensor, self._ids[:, :length])
-
-
-def processors_of(config: SamplingConfig) -> LogitsProcessorList:
-    """Return the processors for the options in ``config`` alone, in the order in which ``generate`` applies them.
-
-    An option that is None adds no processor. ``runtime/answering/answer_plan.py`` makes the processors of ``generate``,
-    which include the model's own settings.
-    """
-    chosen = LogitsProcessorList()
-    if config.repetition_penalty not in (None, 1.0):
-        chosen.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
-    if config.is_greedy:
-        return chosen
-    if config.temperature != 1.0:
-        chosen.append(TemperatureLogitsWarper(config.temperature))
-    if config.top_k:
-        chosen.append(TopKLogitsWarper(config.top_k))
-    if config.top_p is not None and config.top_p < 1.0:
-        chosen.append(TopPLogitsWarper(config.top_p))
-    if config.min_p:
-        chosen.append(MinPLogitsWarper(config.min_p))
-    return chosen

@@ -25,6 +25,7 @@ from tests.support.decoding import SAMPLINGS, answer_of, answered
 from tests.support.families import model_of
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.rehearsed import direct
+from tests.support.samplers import sampler_of
 
 GREEDY = SamplingConfig()
 LENGTHS = (1, 40, 7, 90, 23, 7, 61)
@@ -33,7 +34,7 @@ LENGTHS = (1, 40, 7, 90, 23, 7, 61)
 def requests(sampling: SamplingConfig, drafting: bool = False) -> Iterator[Request[int]]:
     for length in LENGTHS:
         drafter = Hierarchy(budget=FixedBudget(9)) if drafting else NoDraft()
-        yield Request(length, prompt_of(length), Sampler(sampling, prompt_of(length)), drafter)
+        yield Request(length, prompt_of(length), sampler_of(sampling, prompt_of(length)), drafter)
 
 
 def one_after_another(asked: Iterator[Request[int]]) -> Callable[[], Request[int] | None]:

@@ -14,6 +14,7 @@ from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of, output_tokens, run
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
+from tests.support.samplers import sampler_of
 from tests.support.trees import WrongDrafter
 
 
@@ -56,7 +57,7 @@ def test_a_criterion_sees_each_emitted_token_once_and_ends_the_answer(temperatur
             seen.append(token)
             return sampler.context[len(prompt) :] == plain[:11]
 
-        sampler = Sampler(sampling, prompt, criteria=[is_met])
+        sampler = sampler_of(sampling, prompt, criteria=[is_met])
         drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed)
         steps = list(decode(TARGET, prompt, sampler, max_new_tokens=40, drafter=drafter))
         assert output_tokens(steps) == seen == plain[:11]

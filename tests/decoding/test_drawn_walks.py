@@ -15,9 +15,10 @@ from hdtool.data.errors import ModelError
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import Accepted, accept
 from hdtool.runtime.core.engine_interface import Verified
-from hdtool.runtime.core.sampler import Sampler, processors_of
+from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compiled import Array
+from tests.support.samplers import processors_of
 from tests.support.trees import trees
 
 VOCABULARY = 40

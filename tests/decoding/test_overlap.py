@@ -25,6 +25,7 @@ from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import direct
+from tests.support.samplers import sampler_of
 
 GREEDY = SamplingConfig()
 SAMPLINGS = {"greedy": GREEDY, "T 0.5": SamplingConfig(temperature=0.5, seed=3)}
@@ -53,7 +54,7 @@ def noted(order: str) -> Noted:
 
 def steps_of(target: Target, sampling: SamplingConfig, length: int, drafter: Hierarchy) -> Iterator[Step]:
     prompt = prompt_of(length)
-    return decode(target, prompt, Sampler(sampling, prompt), max_new_tokens=40, drafter=drafter)
+    return decode(target, prompt, sampler_of(sampling, prompt), max_new_tokens=40, drafter=drafter)
 
 
 def drafting() -> Hierarchy:

@@ -26,7 +26,6 @@ from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.request import Request
-from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode_batch
 from hdtool.runtime.core.step import Stats, Step
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
@@ -36,6 +35,7 @@ from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, answer_of, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
+from tests.support.samplers import sampler_of
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -97,7 +97,7 @@ def test_each_answer_of_a_batch_has_its_own_prediction(family: str, sampling: Sa
     def requests() -> Iterator[Request[int]]:
         for number, prompt in enumerate(prompts):
             prediction = list(predictions(plain[number]).values())[number]
-            yield Request(number, prompt, Sampler(sampling, prompt), new_drafter(), prediction=prediction)
+            yield Request(number, prompt, sampler_of(sampling, prompt), new_drafter(), prediction=prediction)
 
     asked = requests()
     found: dict[int, list[Step]] = {}

@@ -19,7 +19,6 @@ from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.prefix_cache import MIN_CACHED_PREFIX, PrefixCache, PromptReader, common_prefix_length
 from hdtool.runtime.core.request import Request
-from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import Session, decode
 from hdtool.runtime.core.step import Step
 from hdtool.runtime.core.tree import ROOT, DraftTree
@@ -31,6 +30,7 @@ from tests.support.families import FAMILIES, HYBRIDS, SHAPE, VOCABULARY, model_o
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
 from tests.support.rehearsed import Direct, Rehearsed
+from tests.support.samplers import sampler_of
 from tests.support.trees import WrongDrafter
 
 GREEDY = SamplingConfig()
@@ -41,7 +41,7 @@ CAPTURES: dict[str, CaptureMaker] = {"passes": never, "captured": lambda device:
 def answer(
     target: Target, prompt: Sequence[int], drafter: Drafter | None = None, *, seed: int = 0, cached: bool = True
 ) -> list[Step]:
-    sampler = Sampler(SamplingConfig(temperature=0.8 if seed else 0.0, seed=seed), prompt)
+    sampler = sampler_of(SamplingConfig(temperature=0.8 if seed else 0.0, seed=seed), prompt)
     return list(
         decode(target, prompt, sampler, max_new_tokens=MAX_NEW_TOKENS, drafter=drafter, prefix_caching=cached),
     )
@@ -291,7 +291,7 @@ def test_conversations_with_common_beginnings_get_the_answers_of_an_empty_cache(
             prompt = [*before[:known], *new]
             expected = output_tokens(answer(fresh, prompt, seed=seed, cached=False))
             drafter = WrongDrafter(len(prompt), expected, VOCABULARY, seed)
-            sampler = Sampler(SamplingConfig(temperature=0.8 if seed else 0.0, seed=seed), prompt)
+            sampler = sampler_of(SamplingConfig(temperature=0.8 if seed else 0.0, seed=seed), prompt)
             found: list[int] = []
             for step in decode(kept, prompt, sampler, max_new_tokens=MAX_NEW_TOKENS, drafter=drafter):
                 found += step.tokens

@@ -18,6 +18,7 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.core.tree_walks import draw_ranked, ranked_for
 from hdtool.runtime.kernels.topk import MAX_RANKED
+from tests.support.samplers import sampler_of
 
 VOCABULARY = 3000
 TRUNCATIONS: dict[str, dict[str, Any]] = {
@@ -27,7 +28,7 @@ TRUNCATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def sampler_of(name: str, context: list[int]) -> Sampler:
+def truncating(name: str, context: list[int]) -> Sampler:
     """One with the processors of ``generate``."""
     options = TRUNCATIONS[name]
     made = [kind(options[option]) for kind, option in WARPER_OPTIONS.items() if option in options]
@@ -76,7 +77,7 @@ def test_what_the_highest_scores_decide_is_what_all_scores_decide(
 
 @pytest.mark.parametrize("name", TRUNCATIONS)
 def test_the_highest_scores_decide_where_others_are_removed(name: str) -> None:
-    shortcuts = sampler_of(name, [0]).shortcuts
+    shortcuts = truncating(name, [0]).shortcuts
     assert shortcuts.draws and shortcuts.max_ranked == ranked_for(shortcuts.draws) <= MAX_RANKED
     for position in range(200):
         row = zipf(position)
@@ -86,13 +87,13 @@ def test_the_highest_scores_decide_where_others_are_removed(name: str) -> None:
 
 def test_other_draws_read_their_row() -> None:
     for sampling in (SamplingConfig(temperature=0.7), SamplingConfig(temperature=1.0, top_p=0.9)):
-        sampler = Sampler(sampling, [0])
+        sampler = sampler_of(sampling, [0])
         assert sampler.shortcuts.draws_by_row and not sampler.shortcuts.max_ranked
         row = torch.from_numpy(zipf(1))
         wrong = row.flip(0)[None]
         known = sampler.chooser(wrong, first=row.numpy())
-        assert known(0) == Sampler(sampling, [0]).chooser(row[None])(0)
-    penalised = Sampler(SamplingConfig(temperature=0.7, repetition_penalty=1.2), [0])
+        assert known(0) == sampler_of(sampling, [0]).chooser(row[None])(0)
+    penalised = sampler_of(SamplingConfig(temperature=0.7, repetition_penalty=1.2), [0])
     assert not penalised.shortcuts.draws_by_row and not penalised.shortcuts.max_ranked
 
 
@@ -113,7 +114,7 @@ def test_acceptance_by_rankings_equals_that_by_all_logits(name: str, most: int) 
         logits = torch.from_numpy(np.stack([zipf(30 * seed + row) for row in range(4)]))
         best = [int(row.argmax()) for row in logits]
         tree = DraftTree.of(1, [best[0], best[1], best[2]], [ROOT, 0, 1])
-        samplers = [sampler_of(name, list(range(seed + 1))) for _ in range(2)]
+        samplers = [truncating(name, list(range(seed + 1))) for _ in range(2)]
         rankings = tuple(
             np.ascontiguousarray(part) for part in (logits.topk(most)[1].numpy(), logits.topk(most)[0].numpy())
         )

@@ -11,9 +11,10 @@ from hypothesis import given, strategies as st
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.sampler import Sampler, processors_of
+from hdtool.runtime.core.sampler import Sampler
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
+from tests.support.samplers import processors_of, sampler_of
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_choices_follow_the_probabilities() -> None:
 @given(st.integers(0, 2**64 - 1), st.integers(0, 10_000), st.lists(st.floats(-8, 8), min_size=1, max_size=50))
 def test_the_choice_is_the_argmax_of_the_perturbed_scores(seed: int, position: int, scores: list[float]) -> None:
     for temperature in (0.0, 1.0):
-        sampler = Sampler(SamplingConfig(temperature=temperature, seed=seed), [0] * position)
+        sampler = sampler_of(SamplingConfig(temperature=temperature, seed=seed), [0] * position)
         logits = torch.tensor(scores)
         assert sampler.choose(logits) == int(sampler.perturbed_scores(logits).argmax())
 

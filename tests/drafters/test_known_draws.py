@@ -10,11 +10,11 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import WrappedDrafter
 from hdtool.runtime.core.keyed_draws import ExponentialRace
-from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
+from tests.support.samplers import sampler_of
 
 FOLLOWERS = (5, 6, 7, 8)
 PROMPT = [token for follower in FOLLOWERS for token in (1, follower)] + [1]
@@ -61,7 +61,7 @@ def test_the_loop_sets_the_seed_through_drafters_around_it(temperature: float, e
             seeds.append(seed)
             super().set_seed(seed)
 
-    sampler = Sampler(SamplingConfig(temperature=temperature, seed=11), [1, 2, 3])
+    sampler = sampler_of(SamplingConfig(temperature=temperature, seed=11), [1, 2, 3])
     drafter = WrappedDrafter(Noting(budget=FixedBudget(4)))
     list(decode(target, [1, 2, 3], sampler, max_new_tokens=4, drafter=drafter))
     assert seeds == [expected]

@@ -34,6 +34,7 @@ from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.target.target import Target
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import plain_logits, prompt_of
+from tests.support.samplers import sampler_of
 from tests.support.trees import WrongDrafter
 
 PROMPT = prompt_of(20)
@@ -56,7 +57,7 @@ def stopless(tokenizer: Any) -> Any:
 
 
 def said(loaded: Loaded, sampling: SamplingConfig = GREEDY) -> list[int]:
-    steps = decode(loaded.target, PROMPT, Sampler(sampling, PROMPT), max_new_tokens=MAX_NEW_TOKENS)
+    steps = decode(loaded.target, PROMPT, sampler_of(sampling, PROMPT), max_new_tokens=MAX_NEW_TOKENS)
     return [token for step in steps for token in step.tokens]
 
 

@@ -48,6 +48,7 @@ from hdtool.runtime.target.target import Target
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
 from tests.support.rehearsed import Rehearsed
+from tests.support.samplers import sampler_of
 from tests.support.trees import WrongDrafter
 
 PROMPT = prompt_of(20)
@@ -182,7 +183,7 @@ def test_the_seed_is_hdtools_own() -> None:
     target = Generator()._target_for(model)
     said = [
         token
-        for step in decode(target, PROMPT, Sampler(sampling, PROMPT), max_new_tokens=MAX_NEW_TOKENS)
+        for step in decode(target, PROMPT, sampler_of(sampling, PROMPT), max_new_tokens=MAX_NEW_TOKENS)
         for token in step.tokens
     ]
     settings: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20}

@@ -15,7 +15,6 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.prefix_cache import PrefixCache
-from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import Session, decode
 from hdtool.runtime.core.step import Step
 from hdtool.runtime.core.tree import DraftTree
@@ -32,6 +31,7 @@ from tests.support.families import VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import generated, prompt_of
 from tests.support.rehearsed import Replayed
+from tests.support.samplers import sampler_of
 from tests.support.trees import WrongDrafter
 
 MAX_NEW_TOKENS = 16
@@ -61,7 +61,7 @@ def is_compiled(target: Target) -> bool:
 
 def answer(target: Target, prompt: list[int], sampling: SamplingConfig, likely: list[int] | None = None) -> list[Step]:
     drafter = WrongDrafter(len(prompt), likely, VOCABULARY, seed=1) if likely else None
-    return list(decode(target, prompt, Sampler(sampling, prompt), max_new_tokens=MAX_NEW_TOKENS, drafter=drafter))
+    return list(decode(target, prompt, sampler_of(sampling, prompt), max_new_tokens=MAX_NEW_TOKENS, drafter=drafter))
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -22,9 +22,9 @@ from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.engines.proofs.probes import some_context
 from hdtool.runtime.target.cpu_threads import choose_threads
 from hdtool.runtime.target.load import load
-from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.stores.store_set import StoreSet
+from tests.support.samplers import sampler_of
 
 for is_compiled in (True, False):
     torch.set_num_threads(4)
@@ -32,7 +32,7 @@ for is_compiled in (True, False):
     assert (target.compiled is not None) == is_compiled
     threads = choose_threads(target, record=quick_record(target, what="threads"))
     prompt = some_context(150, target.vocabulary)
-    sampler = Sampler(SamplingConfig(temperature=0.8, seed=5), prompt)
+    sampler = sampler_of(SamplingConfig(temperature=0.8, seed=5), prompt)
     drafter = drafter_for(DecodeConfig("hd"), target, StoreSet())
     for _ in decode(target, prompt, sampler, max_new_tokens=40, drafter=drafter):
         pass

@@ -9,11 +9,11 @@ from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.request import Request
-from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import Session, decode, decode_batch
 from hdtool.runtime.core.step import Step
 from hdtool.runtime.target.target import Target
 from tests.support.oracle import prompt_of
+from tests.support.samplers import sampler_of
 from tests.support.trees import WrongDrafter
 
 GREEDY = SamplingConfig()
@@ -37,7 +37,7 @@ def run(
     drafter: Drafter | None = None,
     prediction: Sequence[int] = (),
 ) -> list[Step]:
-    sampler = Sampler(sampling, prompt)
+    sampler = sampler_of(sampling, prompt)
     steps = decode(
         target, prompt, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter, prediction=prediction
     )
@@ -73,7 +73,7 @@ def assert_lossless(
 def request(
     key: Key, prompt: Sequence[int], drafter: Drafter | None = None, sampling: SamplingConfig = GREEDY, **options: Any
 ) -> Request[Key]:
-    return Request(key, prompt, Sampler(sampling, prompt), drafter or NoDraft(), **options)
+    return Request(key, prompt, sampler_of(sampling, prompt), drafter or NoDraft(), **options)
 
 
 def answers_of(

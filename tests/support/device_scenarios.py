@@ -55,6 +55,7 @@ from tests.support.interleaving import Interleaving
 from tests.support.oracle import prompt_of
 from tests.support.published_drafters import assistant, block_drafter, dflash, few_words, let_all_layers_share
 from tests.support.rehearsed import captured_of
+from tests.support.samplers import sampler_of
 from tests.support.simulated_cuda.counts import CAPTURE, REPLAY, waits
 from tests.support.simulated_cuda.graphs import GraphCapture
 from tests.support.simulated_cuda.install import install, on_device
@@ -110,7 +111,7 @@ def watched(
     A step lasts from one token that the caller receives to the next: it waits for a pass and starts another one.
     """
     before = DEVICE.counts.events[CAPTURE]
-    sampler, tokens, events, sizes = Sampler(sampling, prompt), [], [], []
+    sampler, tokens, events, sizes = sampler_of(sampling, prompt), [], [], []
     for step in decode(target, prompt, sampler, max_new_tokens=max_new_tokens, drafter=drafter or NoDraft()):
         tokens += step.tokens
         sizes.append(len(step.tokens))

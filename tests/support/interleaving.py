@@ -21,7 +21,6 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.request import Request
-from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.integrations.hf_generate import Generator
@@ -29,6 +28,7 @@ from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of
 from tests.support.families import VOCABULARY
 from tests.support.oracle import generated, prompt_of
+from tests.support.samplers import sampler_of
 from tests.support.trees import WrongDrafter
 
 LENGTHS = 5, 20, 37
@@ -140,7 +140,7 @@ class Interleaving:
 
     def _request(self, place: int, key: Key, drafter: Drafter) -> Request[int]:
         prompt = prompt_of(key[0])
-        return Request(place, prompt, Sampler(SAMPLINGS[key[1]], prompt), drafter)
+        return Request(place, prompt, sampler_of(SAMPLINGS[key[1]], prompt), drafter)
 
     def _advance(self) -> None:
         running = self._random.choice(self._running)
