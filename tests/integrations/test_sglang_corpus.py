@@ -11,7 +11,7 @@ from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.integrations.sglang_corpus import (
+from hdtool.runtime.integrations.sglang.ngram_corpus import (
     PADDING_TOKEN,
     SETTINGS_VARIABLE,
     HierarchyCorpus,

@@ -23,10 +23,10 @@ from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
-from hdtool.runtime.integrations.sglang_algorithm import HierarchyAlgorithm
-from hdtool.runtime.integrations.sglang_corpus import HierarchyCorpus, PayingNodes
-from hdtool.runtime.integrations.sglang_plugin import ALGORITHM, LOGGER
-from hdtool.runtime.integrations.sglang_worker import HierarchyWorker
+from hdtool.runtime.integrations.sglang.algorithm import HierarchyAlgorithm
+from hdtool.runtime.integrations.sglang.ngram_corpus import HierarchyCorpus, PayingNodes
+from hdtool.runtime.integrations.sglang.plugin import ALGORITHM, LOGGER
+from hdtool.runtime.integrations.sglang.worker import HierarchyWorker
 from hdtool.runtime.stores.history_store import History
 
 NODES, LENGTH, VOCABULARY = 8, 40, 23

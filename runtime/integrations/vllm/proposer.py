@@ -12,16 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.data.errors import HdtoolError
-from hdtool.data.stores.tenant import Tenant
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.integrations.served_model import opener_for_served
 from hdtool.runtime.integrations.vllm.answer_collector import appends_history
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.integrations.vllm.cpu_repairs import repair_sampling
 from hdtool.runtime.integrations.vllm.worker_settings import VllmSettings
 from hdtool.runtime.stores.history_store import History
-from hdtool.runtime.stores.store_opener import StoreOpener
-from hdtool.runtime.target.load import load_tokenizer
-from hdtool.runtime.weights.checkpoint_identity import served_checkpoint
 
 LOGGER = logging.getLogger("vllm.hdtool")
 """Logger below vLLM's own, so that vLLM prints its messages."""
@@ -35,12 +31,16 @@ def open_drafter(vllm_config: Any) -> BatchDrafter:
     model, speculation = vllm_config.model_config, vllm_config.speculative_config
     try:
         settings = VllmSettings.of(vllm_config.additional_config, speculation.num_speculative_tokens)
-        named = ModelConfig(model.tokenizer, trust_remote_code=model.trust_remote_code)
-        tokenizer = load_tokenizer(named, model.tokenizer_revision)
-        named_model = ModelConfig(model.model, trust_remote_code=model.trust_remote_code)
-        checkpoint = served_checkpoint(named_model, model.revision)
-        tenant = Tenant.served([model.served_model_name], model.model, settings.tenant)
-        store_opener = StoreOpener(model.model, tokenizer, checkpoint, settings.stores, tenant)
+        store_opener = opener_for_served(
+            model.model,
+            model.tokenizer,
+            [model.served_model_name],
+            settings.stores,
+            settings.tenant,
+            revision=model.revision,
+            tokenizer_revision=model.tokenizer_revision,
+            trust_remote_code=model.trust_remote_code,
+        )
         store_set = store_opener.open()
         if settings.serving.keeps_history:
             read_only = not appends_history(vllm_config.parallel_config)

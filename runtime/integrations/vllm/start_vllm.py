@@ -19,14 +19,11 @@ from typing import Any, NoReturn
 from hdtool.data.errors import OptionError, ServeError, install_command
 from hdtool.data.isolated_processes import isolated_children, isolated_python
 from hdtool.data.stores.stores_at_home import NO_STORE
-from hdtool.data.stores.tenant import Tenant, has_stores
+from hdtool.data.stores.tenant import has_stores
 from hdtool.runtime.config.decoding import HOME, StoresConfig
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.serving import VllmConfig
+from hdtool.runtime.integrations.served_model import opener_for_served
 from hdtool.runtime.integrations.vllm.worker_settings import CUSTOM_CLASS_METHOD, PROPOSER, VllmSettings
-from hdtool.runtime.stores.store_opener import StoreOpener
-from hdtool.runtime.target.load import load_tokenizer
-from hdtool.runtime.weights.checkpoint_identity import served_checkpoint
 
 VALUE_OPTIONS = ("--tokenizer", "--tokenizer-revision", "--revision", "--speculative-config")
 ADDRESS_OPTIONS = ("--host", "--port", "--uds", "--config")
@@ -205,20 +202,24 @@ class Launch:
         if serving.keeps_history and serving.history != HOME:
             self._serving = replace(serving, history=str(Path(serving.history).expanduser().resolve()))
         self._known = read_options(options)
-        named = ModelConfig(self._known.tokenizer or model, trust_remote_code=self._known.trust_remote_code)
-        tokenizer = load_tokenizer(named, self._known.tokenizer_revision or self._known.revision)
         self.endpoint = Endpoint(self._known, os.environ)
         if stores.namespace is not None and not has_stores(stores.namespace):
             raise ServeError(
                 f"namespace {stores.namespace} has no stores: build them with hdtool build-model-db --namespace "
                 f"{stores.namespace}, or leave the option out"
             )
-        weights = ModelConfig(model, trust_remote_code=self._known.trust_remote_code)
-        checkpoint = served_checkpoint(weights, self._known.revision)
-        tenant = Tenant.served(self._known.served_model_name or (), model, stores.namespace)
-        self._tenant = tenant.name if serving.keeps_history else None
-        self._store_opener = StoreOpener(model, tokenizer, checkpoint, stores, tenant)
+        self._store_opener = opener_for_served(
+            model,
+            self._known.tokenizer,
+            self._known.served_model_name or (),
+            stores,
+            stores.namespace,
+            revision=self._known.revision,
+            tokenizer_revision=self._known.tokenizer_revision,
+            trust_remote_code=self._known.trust_remote_code,
+        )
         self.store_set = self._store_opener.open()
+        self._tenant = (self.store_set.namespace or "") if serving.keeps_history else None
 
     def open_history(self) -> Path | None:
         """Create or check the history store and return its folder; None if answers are not kept."""

@@ -10,7 +10,7 @@ from sglang.srt.speculative.spec_info import CustomSpecAlgo, SpeculativeAlgorith
 
 from hdtool.data.errors import OptionError
 from hdtool.runtime.core.tree import LARGEST_TREE
-from hdtool.runtime.integrations.sglang_corpus import SETTINGS_VARIABLE, SglangSettings
+from hdtool.runtime.integrations.sglang.ngram_corpus import SETTINGS_VARIABLE, SglangSettings
 
 DEFAULT_RUNNING, DEFAULT_NODES = 48, 12
 """Default numbers of running requests and of nodes per tree, as for SGLang's NGRAM."""
@@ -72,7 +72,7 @@ def register_in(name: str) -> None:
         name, supports_overlap=True, validate_server_args=check, spec_class=HierarchyAlgorithm
     )
     def worker_class(server_args: Any) -> type:
-        from hdtool.runtime.integrations.sglang_worker import HierarchyWorker
+        from hdtool.runtime.integrations.sglang.worker import HierarchyWorker
 
         return HierarchyWorker
 

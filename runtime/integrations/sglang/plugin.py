@@ -27,6 +27,6 @@ def register() -> None:
             ALGORITHM,
         )
         return
-    from hdtool.runtime.integrations.sglang_algorithm import register_in
+    from hdtool.runtime.integrations.sglang.algorithm import register_in
 
     register_in(ALGORITHM)

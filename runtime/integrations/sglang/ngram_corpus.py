@@ -18,20 +18,16 @@ import numpy.typing as npt
 import torch
 
 from hdtool.data.errors import OptionError
-from hdtool.data.stores.tenant import Tenant
 from hdtool.runtime.budget.min_probability import NO_DRAFT_ABOVE, MinProbability
 from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.drafter import Drafter, draft_many
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
-from hdtool.runtime.stores.store_opener import StoreOpener
-from hdtool.runtime.target.load import load_tokenizer
-from hdtool.runtime.weights.checkpoint_identity import served_checkpoint
+from hdtool.runtime.integrations.served_model import opener_for_served
 
 LOGGER = logging.getLogger("sglang.hdtool")
 SETTINGS_VARIABLE = "HDTOOL_SGLANG"
@@ -175,7 +171,7 @@ class HierarchyCorpus:
         return request
 
     def _fitted(self, tree: DraftTree) -> DraftTree:
-        return tree.select(np.arange(min(len(tree), self._nodes - 1))).embeddable(self._vocabulary)
+        return tree.first(self._nodes - 1).within(self._nodes - 1, self._vocabulary)
 
 
 class _Request:
@@ -199,11 +195,15 @@ def drafters_of(server_args: Any, budget: Budget) -> Callable[[], Drafter]:
     """Return a factory of drafters that use the model's stores and share a budget."""
     settings, model = SglangSettings.of(os.environ), server_args.model_path
     decoding = settings.decoding
-    named = ModelConfig(server_args.tokenizer_path or model, trust_remote_code=server_args.trust_remote_code)
-    weights = ModelConfig(model, trust_remote_code=server_args.trust_remote_code)
-    tokenizer = load_tokenizer(named, server_args.revision)
-    checkpoint = served_checkpoint(weights, server_args.revision)
-    tenant = Tenant.served([server_args.served_model_name or model], model, settings.stores.namespace or None)
-    store_set = StoreOpener(model, tokenizer, checkpoint, settings.stores, tenant).open_for(decoding)
+    opener = opener_for_served(
+        model,
+        server_args.tokenizer_path,
+        [server_args.served_model_name or model],
+        settings.stores,
+        settings.stores.namespace or None,
+        revision=server_args.revision,
+        trust_remote_code=server_args.trust_remote_code,
+    )
+    store_set = opener.open_for(decoding)
     LOGGER.info("hdtool drafts from %s", store_set)
     return lambda: drafter_with_budget(lambda: budget, decoding, store_set)

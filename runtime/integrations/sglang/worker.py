@@ -9,8 +9,8 @@ from weakref import WeakValueDictionary
 from sglang.srt.speculative.ngram_worker import NGRAMWorker
 
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.integrations.sglang_corpus import HierarchyCorpus, PayingNodes, drafters_of
-from hdtool.runtime.integrations.sglang_plugin import ALGORITHM, LOGGER
+from hdtool.runtime.integrations.sglang.ngram_corpus import HierarchyCorpus, PayingNodes, drafters_of
+from hdtool.runtime.integrations.sglang.plugin import ALGORITHM, LOGGER
 
 
 class HierarchyWorker(NGRAMWorker):  # type: ignore[misc]  # SGLang is not installed for type checks
