@@ -91,23 +91,10 @@ class DraftTree:
         return self.select(np.array(chain, np.int64))
 
     def within(self, depth: int, vocabulary: int) -> DraftTree:
-        """Return the tree without nodes that are too deep or have no embedding; see ``clipped`` and ``embeddable``."""
+        """Return the tree without nodes that are deeper than ``depth`` or below a token without an embedding."""
         if fits(self.tokens, self.parents, depth, vocabulary):
             return self
-        return self.clipped(depth).embeddable(vocabulary)
-
-    def clipped(self, depth: int) -> DraftTree:
-        """Return the tree without nodes deeper than ``depth``."""
-        if len(self) <= depth or self.depths.max() <= depth:
-            return self
-        return self.select(np.flatnonzero(self.depths[1:] <= depth))
-
-    def embeddable(self, vocabulary: int) -> DraftTree:
-        """Return the tree without nodes whose tokens have no embedding, and without their descendants."""
-        # As unsigned numbers, negative ids are too large as well.
-        if not len(self) or self.tokens.view(np.uint64).max() < vocabulary:
-            return self
-        return self.select(np.flatnonzero(_embeddable(self.tokens, self.parents, vocabulary)))
+        return self.select(np.flatnonzero(_within(self.tokens, self.parents, depth, vocabulary)))
 
     def first(self, size: int) -> DraftTree:
         """Return a tree of the first ``size`` nodes, without ``forced_tokens``."""
@@ -125,8 +112,6 @@ def compile_trees() -> None:
     """Compile the functions for trees, or load them from the cache, before the first step."""
     tree = DraftTree.of(0, [1, 1], [ROOT, 0])
     _ = tree.ancestor_mask
-    tree.clipped(1)
-    tree.embeddable(1)
     tree.within(1, 2)
     tree.child(0, 1)
 
@@ -179,14 +164,15 @@ def _remap_parents(parents: npt.NDArray[np.int32], order: npt.NDArray[np.int64])
 
 
 @compiled
-def _embeddable(
-    tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], vocabulary: int
+def _within(
+    tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], depth: int, vocabulary: int
 ) -> npt.NDArray[np.bool_]:
-    """Return a mask of the nodes whose own token and ancestors' tokens all have embeddings."""
-    valid = np.empty(len(tokens), np.bool_)
+    """Return a mask of the nodes up to a depth whose own token and ancestors' tokens all have embeddings."""
+    depths, kept = _depths(parents), np.empty(len(tokens), np.bool_)
     for node in range(len(tokens)):
-        valid[node] = 0 <= tokens[node] < vocabulary and (parents[node] == ROOT or valid[parents[node]])
-    return valid
+        has_place = 0 <= tokens[node] < vocabulary and depths[node + 1] <= depth
+        kept[node] = has_place and (parents[node] == ROOT or kept[parents[node]])
+    return kept
 
 
 def rows_of(path: Sequence[int]) -> list[int]:

@@ -375,7 +375,7 @@ def test_recycling_survives_a_clipped_tree() -> None:
     hierarchy = Hierarchy(budget=FixedBudget(8), recycled=True)
     hierarchy.begin([1, 2, 3, 1, 2])
     tree = hierarchy.draft([2])
-    clipped = tree.clipped(1)
+    clipped = tree.within(1, 1 << 30)
     assert 0 < len(clipped) < len(tree)
     hierarchy.observe(Accepted([], [9]), Verified(torch.zeros(len(clipped) + 1, 20)))
     hierarchy.begin([5, 3])

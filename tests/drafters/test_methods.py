@@ -46,7 +46,7 @@ for method in sys.argv[1:]:
         tree = drafter.draft(words)
         size = len(tree)
         drafted += size
-    tree.embeddable(1).clipped(1)
+    tree.within(1, 1)
     for _ in decode(target, sampler.context, sampler, max_new_tokens=4, drafter=drafter):
         pass
     print(method, drafted > 0, [f.__name__ for f, _ in ready() - before])

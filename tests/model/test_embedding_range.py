@@ -70,7 +70,7 @@ def test_no_method_drafts_a_token_without_an_embedding(method: str, layout: Capt
 
 @given(trees(2 * VOCABULARY, max_nodes=30))
 def test_nodes_with_an_ancestor_without_an_embedding_are_dropped(tree: DraftTree) -> None:
-    left = tree.embeddable(VOCABULARY)
+    left = tree.within(len(tree), VOCABULARY)
     check_integrity(left)
     wanted = [
         [int(tree.tokens[above]) for above in path_to(tree, node)]
@@ -83,7 +83,7 @@ def test_nodes_with_an_ancestor_without_an_embedding_are_dropped(tree: DraftTree
 
 
 def test_negative_ids_have_no_embedding_either() -> None:
-    tree = DraftTree.of(1, [5, -1, 7, 8], [ROOT, ROOT, 1, 0]).embeddable(VOCABULARY)
+    tree = DraftTree.of(1, [5, -1, 7, 8], [ROOT, ROOT, 1, 0]).within(4, VOCABULARY)
     assert tree.tokens.tolist() == [5, 8] and tree.parents.tolist() == [ROOT, 0]
 
 
