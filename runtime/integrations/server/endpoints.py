@@ -72,19 +72,6 @@ CHAT, COMPLETIONS, MODELS, STATUS = "/v1/chat/completions", "/v1/completions", "
 PAGE = "/"
 MESSAGES, COUNT_TOKENS = messages_api.PATH, f"{messages_api.PATH}/count_tokens"
 RESPONSES, INPUT_TOKENS = responses_api.PATH, f"{responses_api.PATH}/input_tokens"
-PATHS = (
-    CHAT,
-    COMPLETIONS,
-    RESPONSES,
-    INPUT_TOKENS,
-    MESSAGES,
-    COUNT_TOKENS,
-    MODELS,
-    STATUS,
-    "/health",
-    "/metrics",
-    PAGE,
-)
 Handler = Callable[[Request], Awaitable[Response]]
 R = TypeVar("R", bound=Body)
 P = TypeVar("P")
@@ -155,6 +142,7 @@ class Server:
         self._metrics = Metrics(scheduler)
         self._started = int(time.time())
         self._limiter = CapacityLimiter(PREPARATION_THREADS)
+        self._paths: list[str] = []
 
     def app(self) -> Starlette:
         count_for_message = partial(self._count_tokens, kind=MessagesPrompt)
@@ -174,6 +162,7 @@ class Server:
         ]
         if self._config.page:
             routes.append(Route(PAGE, self._chat_page))
+        self._paths = [route.path for route in routes if not route.param_convertors]
         handlers: Any = {HTTPException: self._http_error, Exception: self._fault}
         log = Middleware(RequestLog, shown=self._config.log_requests, form=self._config.log_format)
         middleware = [log, Middleware(UnreadBodies, seconds=self._config.body_seconds)]
@@ -203,7 +192,7 @@ class Server:
 
     def _count(self, request: Request, status: int) -> None:
         path = request.scope["path"]
-        self._metrics.request(path if path in PATHS else "other", status)
+        self._metrics.request(path if path in self._paths else "other", status)
 
     def _tenant(self, request: Request) -> str:
         headers = request.headers
@@ -319,8 +308,7 @@ class Server:
         if allowed := (error.headers or {}).get("Allow"):
             message = f"{path} does not take {request.method}: use {allowed}"
         else:
-            paths = [known for known in PATHS if known != PAGE or self._config.page]
-            message = f"there is no {path} here: the paths are {', '.join(paths)}"
+            message = f"there is no {path} here: the paths are {', '.join(self._paths)}"
         self._metrics.request("other", status)
         return _refused(request, RequestError(message, status=status))
 
