@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from hdtool.runtime.core.engine_interface import Verified, Walk
-from hdtool.runtime.core.keyed_draws import NOT_FINITE
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.top_k_top_p import NOT_FINITE
 from hdtool.runtime.core.tree import ROOT, UNDETERMINED, DraftTree, rows_of
 from hdtool.runtime.core.tree_walks import NO_FORCED_TOKENS, walk_argmax, walk_draws, walk_known, walk_ranked
 from hdtool.runtime.kernels.topk import bits_of, readable

@@ -19,12 +19,12 @@ from transformers import (
 
 from hdtool.data.errors import ModelError, PromptError
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.keyed_draws import (
+from hdtool.runtime.core.exponential_race import ExponentialRace
+from hdtool.runtime.core.top_k_top_p import (
     NOT_FINITE,
     UNDECIDED,
     WARPER_OPTIONS,
     DrawOptions,
-    ExponentialRace,
     Truncation,
     allowed_scores,
     keeps_one,

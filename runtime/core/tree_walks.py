@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hdtool.runtime.core.keyed_draws import (
+from hdtool.runtime.core.top_k_top_p import (
     ALL_TOKENS,
     NOT_FINITE,
     UNDECIDED,

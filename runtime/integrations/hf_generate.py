@@ -25,11 +25,11 @@ from hdtool.runtime.answering.answer_plan import AnswerPlan, criteria_and_ends
 from hdtool.runtime.config.decoding import HIERARCHIES, DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
-from hdtool.runtime.core.keyed_draws import NOT_FINITE
 from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.sampler import Criterion, Sampler, Shortcuts, seed_of
 from hdtool.runtime.core.session import Session
 from hdtool.runtime.core.step import Finish, Stats, Step
+from hdtool.runtime.core.top_k_top_p import NOT_FINITE
 from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.drafter_factory import drafters_for
 from hdtool.runtime.engines.stock.stock_model import embedded_tokens

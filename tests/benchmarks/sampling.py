@@ -21,6 +21,7 @@ from hdtool.runtime.core.sampler import Sampler, Shortcuts
 from hdtool.runtime.kernels.machine_name import machine
 from hdtool.runtime.target.load import Loaded, load
 from tests.benchmarks.laboratory import Outcome, Table, parser_of, ratio_of
+from tests.support.samplers import race_winner
 
 SETTINGS = {
     "temperature 0.8": SamplingConfig(0.8, seed=1),
@@ -45,7 +46,7 @@ class OneByOne(Sampler):
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
         probabilities = self.scores(logits[row]).softmax(dim=-1).numpy()
-        return self._race.sample(len(self.context), np.ascontiguousarray(probabilities))
+        return race_winner(self._race, len(self.context), np.ascontiguousarray(probabilities))
 
 
 def answering(way: type[Sampler], loaded: Loaded, config: SamplingConfig, tokens: int) -> Answering[list[int]]:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from hdtool.runtime.core.keyed_draws import ExponentialRace
+from hdtool.runtime.core.exponential_race import ExponentialRace
+from tests.support.samplers import race_winner
 
 
 def test_draws_are_keyed_by_seed_position_and_token() -> None:
@@ -45,9 +46,9 @@ def test_the_smallest_exponential_time_wins(seed: int, position: int, weights: l
     with np.errstate(divide="ignore", invalid="ignore"):
         times = -np.log1p(-ExponentialRace(seed).uniforms(position, len(rates))) / rates
     expected = int(times.argmin()) if rates.any() else -1
-    assert ExponentialRace(seed).sample(position, rates) == expected
+    assert race_winner(ExponentialRace(seed), position, rates) == expected
 
 
 @pytest.mark.parametrize("rates", [[0.0, 0.0], [np.nan, np.nan], []])
 def test_no_token_is_drawn_without_probabilities(rates: list[float]) -> None:
-    assert ExponentialRace(0).sample(3, np.array(rates, np.float32)) == -1
+    assert race_winner(ExponentialRace(0), 3, np.array(rates, np.float32)) == -1

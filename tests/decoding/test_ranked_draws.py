@@ -13,8 +13,8 @@ from transformers import LogitsProcessorList
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import accept
 from hdtool.runtime.core.engine_interface import Verified
-from hdtool.runtime.core.keyed_draws import ALL_TOKENS, NOT_FINITE, UNDECIDED, WARPER_OPTIONS, DrawOptions, draw_row
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.top_k_top_p import ALL_TOKENS, NOT_FINITE, UNDECIDED, WARPER_OPTIONS, DrawOptions, draw_row
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.core.tree_walks import draw_ranked, ranked_for
 from hdtool.runtime.kernels.topk import MAX_RANKED

@@ -18,8 +18,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hdtool.runtime.core import keyed_draws
-from hdtool.runtime.core.keyed_draws import MAX_TOP_K_BY_MAXIMA, UNDECIDED, ExponentialRace, Truncation, allowed_scores
+from hdtool.runtime.core import top_k_top_p
+from hdtool.runtime.core.exponential_race import ExponentialRace
+from hdtool.runtime.core.top_k_top_p import MAX_TOP_K_BY_MAXIMA, UNDECIDED, Truncation, allowed_scores
+from tests.support.samplers import race_winner
 
 POSITION = 3
 
@@ -43,7 +45,7 @@ def drawn_after(made: list[LogitsProcessor], race: ExponentialRace, scores: torc
     """The token that wins the race by the probabilities of the processors."""
     ids: Any = torch.zeros(1, 1, dtype=torch.long)
     processed = LogitsProcessorList(made)(ids, scores[None].clone())[0]
-    return race.sample(POSITION, processed.softmax(-1).numpy())
+    return race_winner(race, POSITION, processed.softmax(-1).numpy())
 
 
 @settings(max_examples=100)
@@ -186,7 +188,7 @@ def test_what_a_draw_uses_is_compiled_before(top_k: int, monkeypatch: pytest.Mon
         compiled.append(draws.top_k)
         return 0
 
-    monkeypatch.setattr(keyed_draws, "draw_row", noted)
+    monkeypatch.setattr(top_k_top_p, "draw_row", noted)
     Truncation(top_k=top_k).compile(ExponentialRace(0))
     assert compiled == [top_k if top_k <= MAX_TOP_K_BY_MAXIMA else 0]
 

@@ -9,12 +9,12 @@ import pytest
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import WrappedDrafter
-from hdtool.runtime.core.keyed_draws import ExponentialRace
+from hdtool.runtime.core.exponential_race import ExponentialRace
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
-from tests.support.samplers import sampler_of
+from tests.support.samplers import race_winner, sampler_of
 
 FOLLOWERS = (5, 6, 7, 8)
 PROMPT = [token for follower in FOLLOWERS for token in (1, follower)] + [1]
@@ -75,7 +75,7 @@ def test_draws_predict_samples_of_exact_estimates_better() -> None:
             hierarchy = Hierarchy(budget=FixedBudget(1))
             hierarchy.set_seed(seed if knows else None)
             hierarchy.begin(PROMPT)
-            drawn = ExponentialRace(seed).sample(len(PROMPT), uniform_over_followers())
+            drawn = race_winner(ExponentialRace(seed), len(PROMPT), uniform_over_followers())
             right[knows] += int(hierarchy.draft(PROMPT).tokens[0]) == drawn
     assert right[True] > 1.5 * right[False]
 

@@ -36,10 +36,10 @@ from hdtool.data.errors import FamilyError, OptionError, PromptError, StoreError
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
-from hdtool.runtime.core.keyed_draws import NOT_FINITE
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.step import Finish
+from hdtool.runtime.core.top_k_top_p import NOT_FINITE
 from hdtool.runtime.integrations.generate_request import UnsupportedCallError
 from hdtool.runtime.integrations.hf_generate import Generator, _Recorder
 from hdtool.runtime.model.transformers_internals import cache_argument

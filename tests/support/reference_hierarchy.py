@@ -11,7 +11,7 @@ import torch
 
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.keyed_draws import ExponentialRace
+from hdtool.runtime.core.exponential_race import ExponentialRace
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 

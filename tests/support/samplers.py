@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -15,7 +17,9 @@ from transformers import (
 )
 
 from hdtool.runtime.config.model import SamplingConfig
+from hdtool.runtime.core.exponential_race import RACE_BLOCK, ExponentialRace, race_block, stream_start
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.kernels.compiled import compiled
 
 
 def sampler_of(config: SamplingConfig, context: Sequence[int], **options: Any) -> Sampler:
@@ -38,3 +42,17 @@ def processors_of(config: SamplingConfig) -> LogitsProcessorList:
     if config.min_p:
         chosen.append(MinPLogitsWarper(config.min_p))
     return chosen
+
+
+def race_winner(race: ExponentialRace, position: int, rates: npt.NDArray[np.float32]) -> int:
+    """Return the token that wins a race with these rates; -1 if none is above 0."""
+    return int(_race_winner(race.seed, position, rates))
+
+
+@compiled
+def _race_winner(seed: Any, position: Any, rates: Any) -> Any:
+    winner, earliest = -1, np.inf
+    for first in range(0, rates.shape[0], RACE_BLOCK):
+        weights = rates[first : first + RACE_BLOCK]
+        winner, earliest = race_block(stream_start(seed, position), first, weights, winner, earliest)
+    return winner

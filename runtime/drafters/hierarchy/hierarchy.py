@@ -16,7 +16,7 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine_interface import Verified
-from hdtool.runtime.core.keyed_draws import ExponentialRace
+from hdtool.runtime.core.exponential_race import ExponentialRace
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.hierarchy.compiled_source import MAX_HASHED_TOKENS, CompiledSource
 from hdtool.runtime.drafters.hierarchy.counting_sources import (

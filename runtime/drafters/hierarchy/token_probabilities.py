@@ -21,7 +21,7 @@ import numpy as np
 
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.acceptance_rates import learn_rate
-from hdtool.runtime.core.keyed_draws import stream_start, time_of
+from hdtool.runtime.core.exponential_race import stream_start, time_of
 from hdtool.runtime.drafters.hierarchy.compiled_source import (
     CANDIDATE_SLOTS,
     DRAFTING,

@@ -1,4 +1,4 @@
-"""Random draws of tokens after top-k, top-p and min-p; random numbers depend only on seed, position and token."""
+"""Draws tokens with temperature, top-k, top-p and min-p, as parts of an exponential race."""
 
 from __future__ import annotations
 
@@ -16,150 +16,19 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hdtool.runtime.core.exponential_race import (
+    RACE_BLOCK,
+    SPLITMIX_STRIDE,
+    U64,
+    ExponentialRace,
+    race_block,
+    stream_start,
+    time_before,
+)
 from hdtool.runtime.kernels.compiled import Array, array_at, compiled
 from hdtool.runtime.kernels.row_operations import exponentiate
 from hdtool.runtime.kernels.topk import argmax_of, write_topk
 from hdtool.runtime.kernels.vector_code import LANES
-
-U64 = np.uint64
-RACE_BLOCK = 64
-"""Number of tokens whose times are compared at once with the earliest time so far."""
-U64_MAX = 2**64 - 1
-SPLITMIX_STRIDE = U64(0x9E3779B97F4A7C15)
-"""Increment of SplitMix64 (Steele et al., 2014), whose n-th number is a hash of start + n * stride."""
-
-
-class ExponentialRace:
-    """Samples tokens by an exponential race, with uniform random numbers that depend on seed, position and token.
-
-    This is the Gumbel-max trick: each token gets an exponential time with its probability as the rate, and the smallest
-    time wins, so each token wins with its probability. Rounding changes the result only if two times are nearly equal.
-    Inverse-CDF sampling with one number per position is less robust: rounding matters near every boundary in the
-    cumulative distribution.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.seed = U64(seed & U64_MAX)
-
-    def sample(self, position: int, probabilities: npt.NDArray[np.float32]) -> int:
-        """Return the token that wins the race; -1 if no probability is above 0. Tokens with probability 0 never win."""
-        return int(sample(self.seed, position, probabilities))
-
-    def uniforms(self, position: int, tokens: int) -> npt.NDArray[np.float64]:
-        """Return a uniform random number in [0, 1) for each token id below ``tokens`` at a position."""
-        uniforms: npt.NDArray[np.float64] = _uniforms(self.seed, position, tokens)
-        return uniforms
-
-
-@compiled
-def _hashed(number: Any) -> Any:
-    number = (number ^ (number >> U64(30))) * U64(0xBF58476D1CE4E5B9)
-    number = (number ^ (number >> U64(27))) * U64(0x94D049BB133111EB)
-    return number ^ (number >> U64(31))
-
-
-@compiled
-def stream_start(seed: Any, position: Any) -> Any:
-    """Return the start of a position's random stream, hashed so that neighbouring positions are independent."""
-    return _hashed(_hashed(seed + SPLITMIX_STRIDE) + U64(position) * SPLITMIX_STRIDE)
-
-
-@compiled
-def _uniform(number: Any) -> Any:
-    return (_hashed(number) >> U64(11)) * 2.0**-53
-
-
-@compiled
-def _uniforms(seed: Any, position: Any, tokens: Any) -> Any:
-    uniforms = np.empty(tokens)
-    number = stream_start(seed, position)
-    for token in range(tokens):
-        number += SPLITMIX_STRIDE
-        uniforms[token] = _uniform(number)
-    return uniforms
-
-
-@compiled
-def time_of(start: Any, token: Any) -> Any:
-    """Return a token's exponential time with rate 1, from the random stream that begins at ``start``."""
-    return -np.log1p(-_uniform(start + U64(token + 1) * SPLITMIX_STRIDE))
-
-
-@compiled
-def sample(seed: Any, position: Any, probabilities: Any) -> Any:
-    winner, earliest = -1, np.inf
-    for first in range(0, probabilities.shape[0], RACE_BLOCK):
-        weights = probabilities[first : first + RACE_BLOCK]
-        winner, earliest = race_block(stream_start(seed, position), first, weights, winner, earliest)
-    return winner
-
-
-@compiled
-def race_block(start: Any, first: Any, weights: Any, winner: Any, earliest: Any) -> Any:
-    """Let the ``len(weights)`` tokens from ``first`` on join a race; return the winner so far and its time.
-
-    ``start`` is the start of the position's random stream.
-    """
-    number = start + U64(first) * SPLITMIX_STRIDE
-    early = 0
-    # Branch-free, so that the compiler vectorizes it. Hardly any block has a token that can win.
-    for index in range(weights.shape[0]):
-        early += _uniform(number + U64(index + 1) * SPLITMIX_STRIDE) < weights[index] * earliest
-    if early > 0:
-        for index in range(weights.shape[0]):
-            time = _time_before(earliest, number + U64(index + 1) * SPLITMIX_STRIDE, weights[index])
-            if time < earliest:
-                winner, earliest = first + index, time
-    return winner, earliest
-
-
-@compiled
-def _time_before(earliest: Any, number: Any, weight: Any) -> Any:
-    """Return the smaller of ``earliest`` and the exponential time with rate ``weight`` derived from ``number``."""
-    draw = _uniform(number)
-    # -log1p(-u) >= u, so most tokens are ruled out without a logarithm.
-    return min(earliest, -np.log1p(-draw) / weight) if draw < weight * earliest else earliest
-
-
-@compiled
-def sample_among(seed: Any, position: Any, tokens: Any, weights: Any, nucleus: Any) -> Any:
-    """Return the token that wins the race within the nucleus; -1 if no weight is above 0.
-
-    Tokens join the nucleus in order of decreasing weight until the sum of their weights reaches ``nucleus``. Among
-    tokens with equal weights, the one with the highest id joins first, as in a stable sort.
-    """
-    start, winner = stream_start(seed, position), -1
-    while True:
-        winner = _winner_before(start, tokens, weights, winner)
-        if winner < 0:
-            return -1
-        mass_before = 0.0
-        for index in range(weights.shape[0]):
-            if _is_before(tokens, weights, index, winner):
-                mass_before += weights[index]
-        if mass_before < nucleus or mass_before == 0:  # the most probable token is always kept
-            return tokens[winner]
-
-
-@compiled
-def _winner_before(start: Any, tokens: Any, weights: Any, border: Any) -> Any:
-    """Return the index of the winner among the tokens that precede the one at index ``border``; -1 if there is none.
-
-    All tokens take part if ``border`` is negative.
-    """
-    winner, earliest = -1, np.inf
-    for index in range(tokens.shape[0]):
-        if border < 0 or _is_before(tokens, weights, index, border):
-            time = _time_before(earliest, start + U64(tokens[index] + 1) * SPLITMIX_STRIDE, weights[index])
-            if time < earliest:
-                winner, earliest = index, time
-    return winner
-
-
-@compiled
-def _is_before(tokens: Any, weights: Any, index: Any, other: Any) -> Any:
-    return weights[index] > weights[other] or (weights[index] == weights[other] and tokens[index] > tokens[other])
-
 
 MAX_TOP_K_BY_MAXIMA = 128
 """Largest k for which a tree of maxima finds the k-th highest score faster than a partition."""
@@ -374,6 +243,46 @@ def _indices_to_tokens(indices: Any, among: Any) -> None:
     if len(among) > 0:
         for index in range(len(indices)):
             indices[index] = among[indices[index]]
+
+
+@compiled
+def sample_among(seed: Any, position: Any, tokens: Any, weights: Any, nucleus: Any) -> Any:
+    """Return the token that wins the race within the nucleus; -1 if no weight is above 0.
+
+    Tokens join the nucleus in order of decreasing weight until the sum of their weights reaches ``nucleus``. Among
+    tokens with equal weights, the one with the highest id joins first, as in a stable sort.
+    """
+    start, winner = stream_start(seed, position), -1
+    while True:
+        winner = _winner_before(start, tokens, weights, winner)
+        if winner < 0:
+            return -1
+        mass_before = 0.0
+        for index in range(weights.shape[0]):
+            if _is_before(tokens, weights, index, winner):
+                mass_before += weights[index]
+        if mass_before < nucleus or mass_before == 0:  # the most probable token is always kept
+            return tokens[winner]
+
+
+@compiled
+def _winner_before(start: Any, tokens: Any, weights: Any, border: Any) -> Any:
+    """Return the index of the winner among the tokens that precede the one at index ``border``; -1 if there is none.
+
+    All tokens take part if ``border`` is negative.
+    """
+    winner, earliest = -1, np.inf
+    for index in range(tokens.shape[0]):
+        if border < 0 or _is_before(tokens, weights, index, border):
+            time = time_before(earliest, start + U64(tokens[index] + 1) * SPLITMIX_STRIDE, weights[index])
+            if time < earliest:
+                winner, earliest = index, time
+    return winner
+
+
+@compiled
+def _is_before(tokens: Any, weights: Any, index: Any, other: Any) -> Any:
+    return weights[index] > weights[other] or (weights[index] == weights[other] and tokens[index] > tokens[other])
 
 
 @compiled
