@@ -20,9 +20,9 @@ from hdtool.builders.evaluation.contenders import with_own_history
 from hdtool.builders.evaluation.recording import RecordedLogits, RecordedTurn, RecordingEngine
 from hdtool.runtime.budget.cost_curve import CostCurve, Floats
 from hdtool.runtime.budget.node_budget import Budget, CostBudget, FixedBudget
-from hdtool.runtime.config.budgets import FIXED_BUDGET
 from hdtool.runtime.config.decoding import READ_LOGITS, DecodeConfig
 from hdtool.runtime.config.draft_sources import SourceId
+from hdtool.runtime.config.draft_token_limits import FIXED_BUDGET
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter, WrappedDrafter

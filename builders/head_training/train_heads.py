@@ -32,8 +32,8 @@ from hdtool.data.errors import OptionError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.progress import progress_bar, show_bars
 from hdtool.data.texts_and_traces import RecordReader
-from hdtool.runtime.config.budgets import LARGEST_BUDGET
 from hdtool.runtime.config.building import HeadsConfig, TrainConfig
+from hdtool.runtime.config.draft_token_limits import LARGEST_BUDGET
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, new_heads, output_files
 from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads

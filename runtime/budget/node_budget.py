@@ -21,7 +21,7 @@ from hdtool.runtime.budget.pass_costs import (
     confirming_passes,
     estimated_cost,
 )
-from hdtool.runtime.config.budgets import FIXED_BUDGET, LARGEST_BUDGET
+from hdtool.runtime.config.draft_token_limits import FIXED_BUDGET, LARGEST_BUDGET
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.kernels.compiled import Ints, array_at, compiled
 

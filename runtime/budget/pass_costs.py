@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.config.budgets import LARGEST_BUDGET
+from hdtool.runtime.config.draft_token_limits import LARGEST_BUDGET
 from hdtool.runtime.kernels.compiled import Uncopyable, array_at, compiled
 
 if TYPE_CHECKING:

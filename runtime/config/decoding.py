@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Grammar, GrammarKind, read_grammar
-from hdtool.runtime.config.budgets import FIXED_BUDGET, LARGEST_BUDGET
 from hdtool.runtime.config.draft_sources import (
     ALL_LETTERS,
     HISTORY_LETTER,
@@ -18,6 +17,7 @@ from hdtool.runtime.config.draft_sources import (
     STORE_LETTERS,
     plugins,
 )
+from hdtool.runtime.config.draft_token_limits import FIXED_BUDGET, LARGEST_BUDGET
 from hdtool.runtime.config.settings_base import Panel, Settings, Use, rare_setting, require, setting
 
 

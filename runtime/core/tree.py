@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.config.budgets import LARGEST_BUDGET
+from hdtool.runtime.config.draft_token_limits import LARGEST_BUDGET
 from hdtool.runtime.kernels.compiled import Ints, compiled
 
 ROOT = -1

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from hdtool.runtime.config.budgets import LARGEST_BUDGET
 from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.draft_token_limits import LARGEST_BUDGET
 from hdtool.runtime.config.measuring import WARM
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.kernels.machine_name import machine

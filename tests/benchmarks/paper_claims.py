@@ -16,8 +16,8 @@ import torch
 
 from hdtool.builders.evaluation.report.replayed_sources import Study, source_shares
 from hdtool.builders.evaluation.report.tables import Table
-from hdtool.runtime.config.budgets import FIXED_BUDGET
 from hdtool.runtime.config.draft_sources import source_of
+from hdtool.runtime.config.draft_token_limits import FIXED_BUDGET
 from tests.benchmarks.laboratory import parser_of_recordings, read_recordings
 
 METHOD = "hd-paper"

@@ -16,8 +16,8 @@ from statistics import median
 import torch
 
 from hdtool.builders.evaluation.experiment import Answering
-from hdtool.runtime.config.budgets import FIXED_BUDGET
 from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.draft_token_limits import FIXED_BUDGET
 from hdtool.runtime.config.measuring import WARM
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.machine_name import machine

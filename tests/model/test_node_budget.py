@@ -29,8 +29,8 @@ from hdtool.runtime.budget.node_budget import (
 )
 from hdtool.runtime.budget.pass_costs import PASS_SIZES, MeasuredCosts, estimated_cost
 from hdtool.runtime.caches.slots import Cache
-from hdtool.runtime.config.budgets import LARGEST_BUDGET
 from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.draft_token_limits import LARGEST_BUDGET
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.drafter import draft_many

@@ -24,9 +24,9 @@ from hdtool.data.conversation import STOPPED
 from hdtool.data.prompts import Prompt
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.config.budgets import FIXED_BUDGET
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.draft_sources import SOURCE_LETTERS
+from hdtool.runtime.config.draft_token_limits import FIXED_BUDGET
 from hdtool.runtime.stores.store_set import StoreSet
 
 CASE_LENGTHS = range(60, 301)
