@@ -14,11 +14,11 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.step import Finish
 from hdtool.runtime.generation.text_stream import REPLACEMENT, token_text
 from hdtool.runtime.integrations.server.choice_stream import ChoiceStream, _refusal
+from hdtool.runtime.integrations.server.engine_thread import EngineThread, OverloadError, Tenants
 from hdtool.runtime.integrations.server.metrics import Metrics
 from hdtool.runtime.integrations.server.openai_formats import CompletionFormat, Delta, RequestError, TokenLogprobs
 from hdtool.runtime.integrations.server.openai_requests import ChatRequest, CompletionRequest
 from hdtool.runtime.integrations.server.request_preparation import Preparer
-from hdtool.runtime.integrations.server.scheduler import OverloadError, Scheduler, Tenants
 from hdtool.runtime.target.load import Loaded
 from tests.server.plain import plain_ids
 
@@ -29,7 +29,7 @@ def answered(loaded: Loaded, request: ChatRequest | CompletionRequest) -> tuple[
     """Generate all choices of a request; return them with the server's metrics."""
     decoding = DecodeConfig(method="ar", batch_size=2)
     tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
-    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=9, prefix_bytes=0)
+    engine = EngineThread(loaded.target, tenants, decoding, max_waiting=9, prefix_bytes=0)
     preparer, metrics = Preparer(loaded, decoding, SamplingConfig()), Metrics(engine)
 
     choices = preparer.chat(request, "") if isinstance(request, ChatRequest) else preparer.completion(request)

@@ -142,9 +142,9 @@ def client(
     """Return a client of a server that generates nothing; all tenants share the stores."""
     store_set = stores or StoreSet()
     counts = {"running": 0, "waiting": 0, "max_running": 8, "cached_tokens": 0}
-    scheduler: Any = SimpleNamespace(**counts, prefixes=None, stores=lambda tenant: store_set)
+    engine: Any = SimpleNamespace(**counts, prefixes=None, stores=lambda tenant: store_set)
     preparer: Any = SimpleNamespace()
-    return TestClient(Server(loaded, scheduler, preparer, keys, config, name).app())
+    return TestClient(Server(loaded, engine, preparer, keys, config, name).app())
 
 
 def test_a_server_with_keys_shows_the_page_to_all_and_its_state_to_who_has_one(loaded: Loaded) -> None:

@@ -141,8 +141,8 @@ def test_a_server_stops_in_time_although_an_answer_goes_on(tmp_path: Path) -> No
 
 def test_a_second_interrupt_ends_the_answers_at_once() -> None:
     ended: list[str] = []
-    scheduler: Any = SimpleNamespace(stop=lambda: ended.append("stop"))
-    server = _GracefulServer(uvicorn.Config(RequestLog), scheduler, 10**6)
+    engine: Any = SimpleNamespace(stop=lambda: ended.append("stop"))
+    server = _GracefulServer(uvicorn.Config(RequestLog), engine, 10**6)
     for _ in range(2):
         server.handle_exit(signal.SIGINT, None)
     assert server.should_exit and not server.force_exit, "clients get an error"

@@ -21,7 +21,7 @@ from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.endpoints import ApiKeys
-from hdtool.runtime.integrations.server.scheduler import Tenants
+from hdtool.runtime.integrations.server.engine_thread import Tenants
 from hdtool.runtime.target.load import Loaded
 
 pytestmark = pytest.mark.usefixtures("home")

@@ -1,8 +1,8 @@
 """A server that offers the OpenAI and Anthropic APIs and generates with hdtool's own decoding loop.
 
-A request passes through ``app`` (HTTP), ``openai_requests``, ``request_preparation``, ``choice_stream`` and
-``scheduler``. Its answer returns through ``choice_stream`` and ``openai_formats``. ``responses_api`` and
+A request passes through ``endpoints`` (HTTP), ``openai_requests``, ``request_preparation``, ``choice_stream`` and
+``engine_thread``. Its answer returns through ``choice_stream`` and ``openai_formats``. ``responses_api`` and
 ``messages_api`` convert the requests of other APIs to chat requests, and their answers to ``answer_sections``.
 ``message_content`` reads the contents of all messages.
-``page`` returns the chat page, ``page.html``, which needs no other file and no other host.
+``chat_page`` returns ``page.html``, which needs no other file and no other host.
 """

@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path, PurePath
 
 from hdtool.runtime.config.draft_sources import registered
+from hdtool.runtime.integrations.server.engine_thread import EngineThread
 from hdtool.runtime.integrations.server.openai_formats import JsonDict
-from hdtool.runtime.integrations.server.scheduler import Scheduler
 from hdtool.runtime.stores.store_set import StoreSet
 
 HARDENING = {
@@ -54,16 +54,16 @@ def _hash_of(element: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-def status_of(scheduler: Scheduler, tenant: str, max_cache_bytes: int, *, shows_inputs: bool) -> JsonDict:
+def status_of(engine: EngineThread, tenant: str, max_cache_bytes: int, *, shows_inputs: bool) -> JsonDict:
     """Return the answers in progress, the size of the caches, the tenant's stores, and the sources' colors.
 
     With ``shows_inputs``, a store names the files from which it was built.
     """
-    saved = {"bytes": scheduler.prefixes.bytes, "max_bytes": max_cache_bytes} if scheduler.prefixes else {}
+    saved = {"bytes": engine.prefixes.bytes, "max_bytes": max_cache_bytes} if engine.prefixes else {}
     return {
-        "answers": {"running": scheduler.running, "waiting": scheduler.waiting, "max_running": scheduler.max_running},
-        "cache": {"slot_tokens": scheduler.cached_tokens, **saved},
-        "stores": list(_stores(scheduler.stores(tenant), shows_inputs=shows_inputs)),
+        "answers": {"running": engine.running, "waiting": engine.waiting, "max_running": engine.max_running},
+        "cache": {"slot_tokens": engine.cached_tokens, **saved},
+        "stores": list(_stores(engine.stores(tenant), shows_inputs=shows_inputs)),
         "sources": {source.name: {"light": source.light, "dark": source.dark} for source in registered().values()},
     }
 

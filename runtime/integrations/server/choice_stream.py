@@ -9,6 +9,7 @@ from functools import partial
 
 from hdtool.data.errors import HdtoolError, ModelError
 from hdtool.runtime.core.step import Finish, Stats, Step
+from hdtool.runtime.integrations.server.engine_thread import AnswerJob, EngineThread, OverloadError
 from hdtool.runtime.integrations.server.metrics import Metrics
 from hdtool.runtime.integrations.server.openai_formats import (
     LENGTH,
@@ -23,15 +24,14 @@ from hdtool.runtime.integrations.server.openai_formats import (
     usage_of,
 )
 from hdtool.runtime.integrations.server.request_preparation import PreparedChoice
-from hdtool.runtime.integrations.server.scheduler import AnswerJob, OverloadError, Scheduler
 from hdtool.runtime.integrations.server.tool_calls import ToolCall, calls_of
 
 
 class ChoiceStream:
     """Generates the choices of one request."""
 
-    def __init__(self, scheduler: Scheduler, metrics: Metrics, choices: Sequence[PreparedChoice]) -> None:
-        self._scheduler, self._metrics, self._choices = scheduler, metrics, choices
+    def __init__(self, engine: EngineThread, metrics: Metrics, choices: Sequence[PreparedChoice]) -> None:
+        self._engine, self._metrics, self._choices = engine, metrics, choices
         self._texts = list(map(AnswerText, choices))
         self._queue: asyncio.Queue[tuple[int, Step | Exception]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -42,7 +42,7 @@ class ChoiceStream:
         """Submit the choices to the engine; raise RequestError if its queue is full or it is stopping."""
         self._jobs = [choice.job(tenant, partial(self._deliver, index)) for index, choice in enumerate(self._choices)]
         try:
-            self._scheduler.submit(self._jobs)
+            self._engine.submit(self._jobs)
         except OverloadError as error:
             raise _refusal(error) from None
 

@@ -33,6 +33,7 @@ from hdtool.runtime.integrations.server import messages_api, responses_api
 from hdtool.runtime.integrations.server.body_reader import MIB, UnreadBodies, read_body
 from hdtool.runtime.integrations.server.chat_page import chat_page, page_headers, status_of
 from hdtool.runtime.integrations.server.choice_stream import ChoiceStream
+from hdtool.runtime.integrations.server.engine_thread import EngineThread
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat, MessagesPrompt, MessagesRequest
 from hdtool.runtime.integrations.server.metrics import Metrics
 from hdtool.runtime.integrations.server.openai_formats import (
@@ -56,7 +57,6 @@ from hdtool.runtime.integrations.server.openai_requests import (
 from hdtool.runtime.integrations.server.request_log import ENTRY_KEY, LogEntry, RequestLog
 from hdtool.runtime.integrations.server.request_preparation import PreparedChoice, Preparer
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesPrompt, ResponsesRequest
-from hdtool.runtime.integrations.server.scheduler import Scheduler
 from hdtool.runtime.target.load import Loaded
 
 API_KEY_VARIABLE = "HDTOOL_API_KEY"
@@ -134,12 +134,12 @@ class Server:
     """The HTTP handlers of one server."""
 
     def __init__(
-        self, loaded: Loaded, scheduler: Scheduler, preparer: Preparer, keys: ApiKeys, config: ServerConfig, name: str
+        self, loaded: Loaded, engine: EngineThread, preparer: Preparer, keys: ApiKeys, config: ServerConfig, name: str
     ) -> None:
         """``name`` is the name under which the model is served."""
-        self._loaded, self._scheduler, self._preparer, self._keys = loaded, scheduler, preparer, keys
+        self._loaded, self._engine, self._preparer, self._keys = loaded, engine, preparer, keys
         self._config, self._name = config, name
-        self._metrics = Metrics(scheduler)
+        self._metrics = Metrics(engine)
         self._started = int(time.time())
         self._limiter = CapacityLimiter(PREPARATION_THREADS)
         self._paths: list[str] = []
@@ -170,11 +170,11 @@ class Server:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self._scheduler.start()
+        self._engine.start()
         collecting = asyncio.create_task(_collect_garbage())
         yield
         collecting.cancel()
-        await to_thread.run_sync(self._scheduler.stop)
+        await to_thread.run_sync(self._engine.stop)
 
     def _guarded(self, handler: Handler) -> Handler:
         """Wrap a handler to check the API key, format errors as the requested API does, and count requests."""
@@ -259,7 +259,7 @@ class Server:
     async def _answer(
         self, request: Request, choices: Sequence[PreparedChoice], form: Format, *, stream: bool
     ) -> Response:
-        answers = ChoiceStream(self._scheduler, self._metrics, choices)
+        answers = ChoiceStream(self._engine, self._metrics, choices)
         answers.submit(request.state.tenant)
         entry: LogEntry = request.scope[ENTRY_KEY]
         entry.model, entry.answers = self._name, answers
@@ -287,7 +287,7 @@ class Server:
     async def _status(self, request: Request) -> Response:
         max_bytes = self._config.prefix_cache_mib * MIB
         shows_inputs = self._keys.tenants == [SHARED_TENANT]
-        status = status_of(self._scheduler, request.state.tenant, max_bytes, shows_inputs=shows_inputs)
+        status = status_of(self._engine, request.state.tenant, max_bytes, shows_inputs=shows_inputs)
         return JSONResponse({"model": self._name, **status})
 
     async def _chat_page(self, request: Request) -> Response:
@@ -295,7 +295,7 @@ class Server:
         return Response(chat_page(), media_type="text/html", headers=page_headers())
 
     async def _health(self, request: Request) -> Response:
-        if self._scheduler.is_alive:
+        if self._engine.is_alive:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "the engine has stopped"}, status_code=503)
 

@@ -8,7 +8,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from hdtool.runtime.core.step import Step
-from hdtool.runtime.integrations.server.scheduler import Scheduler
+from hdtool.runtime.integrations.server.engine_thread import EngineThread
 
 LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 """Upper bounds of the histogram buckets, in seconds."""
@@ -17,7 +17,7 @@ LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 class Metrics:
     """The Prometheus metrics of one server."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, engine: EngineThread) -> None:
         registry = self._registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         histogram = partial(Histogram, registry=registry, buckets=LATENCY_BUCKETS)
@@ -31,11 +31,11 @@ class Metrics:
         self._first = histogram("hdtool_time_to_first_token_seconds", "From the end of a request to its first token.")
         self._whole = histogram("hdtool_answer_seconds", "From the end of a request to its last token.")
         running = gauge("hdtool_running_answers", "Answers that are being generated.")
-        running.set_function(lambda: scheduler.running)
+        running.set_function(lambda: engine.running)
         waiting = gauge("hdtool_waiting_answers", "Answers that wait for a place.")
-        waiting.set_function(lambda: scheduler.waiting)
+        waiting.set_function(lambda: engine.waiting)
         kept = gauge("hdtool_prefix_cache_bytes", "Bytes of the contexts that are kept.")
-        kept.set_function(lambda: scheduler.prefixes.bytes if scheduler.prefixes else 0)
+        kept.set_function(lambda: engine.prefixes.bytes if engine.prefixes else 0)
 
     def request(self, path: str, status: int) -> None:
         self._requests.labels(path, str(status)).inc()

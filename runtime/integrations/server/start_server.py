@@ -26,8 +26,8 @@ from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compil
 from hdtool.runtime.generation.generation_settings import refuse_settings
 from hdtool.runtime.integrations.server.body_reader import MIB
 from hdtool.runtime.integrations.server.endpoints import API_KEY_VARIABLE, ApiKeys, Server, TimedProtocol
+from hdtool.runtime.integrations.server.engine_thread import EngineThread, Tenants
 from hdtool.runtime.integrations.server.request_preparation import Preparer
-from hdtool.runtime.integrations.server.scheduler import Scheduler, Tenants
 from hdtool.runtime.target.cpu_threads import choose_threads
 from hdtool.runtime.target.load import load
 
@@ -56,7 +56,7 @@ class ServerLaunch:
         choose_threads(loaded.target, model.threads, quick_record(loaded.target, what="threads"))
         compile_sampling()
         self.tenants = Tenants(loaded, decoding, stores, keys.tenants)
-        self._scheduler = Scheduler(
+        self._engine = EngineThread(
             loaded.target,
             self.tenants,
             decoding,
@@ -66,7 +66,7 @@ class ServerLaunch:
         name = config.served_model_name or loaded.name
         self._socket.listen()
         preparer = Preparer(loaded, decoding, sampling, config.max_waiting)
-        self._app = Server(loaded, self._scheduler, preparer, keys, config, name).app()
+        self._app = Server(loaded, self._engine, preparer, keys, config, name).app()
 
     @property
     def address(self) -> str:
@@ -101,16 +101,16 @@ class ServerLaunch:
         gc.collect()
         freeze_objects()
         gc.collect()
-        server = _GracefulServer(config, self._scheduler, self._config.shutdown_seconds)
+        server = _GracefulServer(config, self._engine, self._config.shutdown_seconds)
         asyncio.run(server.serve(sockets=[self._socket]))
 
 
 class _GracefulServer(uvicorn.Server):
     """Exits with code 0 after SIGINT or SIGTERM; answers still running ``seconds`` later end with an error."""
 
-    def __init__(self, config: uvicorn.Config, scheduler: Scheduler, seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, engine: EngineThread, seconds: float) -> None:
         super().__init__(config)
-        self._scheduler, self._seconds = scheduler, seconds
+        self._engine, self._seconds = engine, seconds
         self._is_hurried = asyncio.Event()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -121,7 +121,7 @@ class _GracefulServer(uvicorn.Server):
     async def _end_answers(self) -> None:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._is_hurried.wait(), self._seconds)
-        await asyncio.to_thread(self._scheduler.stop)
+        await asyncio.to_thread(self._engine.stop)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

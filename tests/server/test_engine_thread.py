@@ -15,15 +15,21 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.drafters.published.lookup_methods import PromptLookup
+from hdtool.runtime.integrations.server.engine_thread import (
+    AnswerJob,
+    EngineError,
+    EngineThread,
+    OverloadError,
+    Tenants,
+)
 from hdtool.runtime.integrations.server.openai_requests import CompletionRequest
 from hdtool.runtime.integrations.server.request_preparation import Preparer
-from hdtool.runtime.integrations.server.scheduler import AnswerJob, EngineError, OverloadError, Scheduler, Tenants
 from hdtool.runtime.target.load import Loaded
 
 
-def scheduler_of(loaded: Loaded, decoding: DecodeConfig, max_waiting: int = 2) -> tuple[Tenants, Scheduler]:
+def engine_of(loaded: Loaded, decoding: DecodeConfig, max_waiting: int = 2) -> tuple[Tenants, EngineThread]:
     tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
-    return tenants, Scheduler(loaded.target, tenants, decoding, max_waiting=max_waiting, prefix_bytes=0)
+    return tenants, EngineThread(loaded.target, tenants, decoding, max_waiting=max_waiting, prefix_bytes=0)
 
 
 def plan_of(prompt: list[int]) -> AnswerPlan:
@@ -39,7 +45,7 @@ def nothing(*given: Any) -> Any:
 
 def test_cancelled_answers_take_no_place_among_those_that_wait(loaded: Loaded) -> None:
     decoding = DecodeConfig(method="ar", batch_size=2)
-    _, engine = scheduler_of(loaded, decoding)
+    _, engine = engine_of(loaded, decoding)
     first, second, third = (AnswerJob("", PLAN, nothing) for _ in range(3))
     engine.submit([first, second])
     with pytest.raises(OverloadError):
@@ -51,7 +57,7 @@ def test_cancelled_answers_take_no_place_among_those_that_wait(loaded: Loaded) -
 
 def test_more_answers_than_may_ever_wait_are_refused_for_good(loaded: Loaded) -> None:
     decoding = DecodeConfig(method="ar")
-    _, engine = scheduler_of(loaded, decoding)
+    _, engine = engine_of(loaded, decoding)
     with pytest.raises(PromptError, match="asks for 3 answers, and this server takes at most 2 at once"):
         engine.submit([AnswerJob("", PLAN, nothing) for _ in range(3)])
 
@@ -59,14 +65,14 @@ def test_more_answers_than_may_ever_wait_are_refused_for_good(loaded: Loaded) ->
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_passes_are_timed_for_any_budget_that_depends_on_them(loaded: Loaded, batch_size: int) -> None:
     decoding = DecodeConfig(method="pld", batch_size=batch_size)
-    tenants, _ = scheduler_of(loaded, decoding)
+    tenants, _ = engine_of(loaded, decoding)
     drafter = tenants.take("")
     assert isinstance(drafter, PromptLookup) and drafter.budget.max_nodes > 0
 
 
 def test_a_job_whose_drafter_cannot_be_made_is_told(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = DecodeConfig(method="ar")
-    tenants, engine = scheduler_of(loaded, decoding)
+    tenants, engine = engine_of(loaded, decoding)
 
     def fail(*given: Any) -> Any:
         raise MemoryError("no memory")
@@ -84,7 +90,7 @@ def test_a_job_whose_drafter_cannot_be_made_is_told(loaded: Loaded, monkeypatch:
 
 def test_a_session_that_cannot_be_ended_ends_all_answers(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = DecodeConfig(method="ar", batch_size=1)
-    _, engine = scheduler_of(loaded, decoding)
+    _, engine = engine_of(loaded, decoding)
 
     def fail(*given: Any) -> Any:
         raise RuntimeError("an illegal memory access was encountered")
@@ -103,7 +109,7 @@ def test_a_session_that_cannot_be_ended_ends_all_answers(loaded: Loaded, monkeyp
 
 def test_the_old_cache_is_freed_before_a_new_one_is_allocated(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = DecodeConfig(method="hd", batch_size=2)
-    _, engine = scheduler_of(loaded, decoding)
+    _, engine = engine_of(loaded, decoding)
     caches: list[weakref.ref[Any]] = [weakref.ref(engine._session._cache)]
     allocate, launch = engine._target.allocate, engine._target.launch
     freed: list[bool] = []
@@ -142,7 +148,7 @@ def test_the_old_cache_is_freed_before_a_new_one_is_allocated(loaded: Loaded, mo
 
 def test_a_conversation_gets_the_drafter_of_its_last_turn(loaded: Loaded) -> None:
     decoding = DecodeConfig(method="ar", batch_size=2)
-    tenants, engine = scheduler_of(loaded, decoding, max_waiting=9)
+    tenants, engine = engine_of(loaded, decoding, max_waiting=9)
     conversations = [AnswerJob("", plan_of([1, 2, last]), nothing) for last in (3, 4, 5)]
     drafters = [tenants.take("", job.plan.prompt) for job in conversations]
     for job, drafter in zip(conversations, drafters, strict=True):
@@ -155,7 +161,7 @@ def test_a_conversation_gets_the_drafter_of_its_last_turn(loaded: Loaded) -> Non
 
 def test_the_prompt_chooses_the_drafter(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = DecodeConfig(method="ar")
-    tenants, engine = scheduler_of(loaded, decoding)
+    tenants, engine = engine_of(loaded, decoding)
     preparer = Preparer(loaded, decoding, SamplingConfig())
     (choice,) = preparer.completion(CompletionRequest.of({"prompt": [7, 8]}))
     delivered: Queue[Any] = Queue()
@@ -169,7 +175,7 @@ def test_an_answer_without_drafts_takes_no_drafter_of_the_tenant(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoding = DecodeConfig(method="ar")
-    tenants, engine = scheduler_of(loaded, decoding)
+    tenants, engine = engine_of(loaded, decoding)
     preparer = Preparer(loaded, decoding, SamplingConfig())
     body = CompletionRequest.of({"prompt": [7, 8], "hdtool": {"drafts": False}})
     (choice,) = preparer.completion(body)
@@ -187,7 +193,7 @@ def test_a_server_that_stops_begins_no_session(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     decoding = DecodeConfig(method="ar", batch_size=1)
-    _, engine = scheduler_of(loaded, decoding)
+    _, engine = engine_of(loaded, decoding)
 
     def fail(*given: Any) -> Any:
         raise MemoryError("no memory")

@@ -101,7 +101,7 @@ def refuse_too_many(answers: int, max_waiting: int) -> None:
         )
 
 
-class Scheduler:
+class EngineThread:
     """Runs jobs as a batch in one thread, and starts them in the order of submission."""
 
     def __init__(
