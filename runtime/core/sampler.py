@@ -134,8 +134,12 @@ class Sampler:
         self._compile()
 
     def _find_shortcuts(self, padding: Sequence[int]) -> Shortcuts:
-        only_mask = self._only_mask(padding)
-        draws = self._own_draws(only_mask)
+        only = self.pre_processors[0] if len(self.pre_processors) == 1 and not padding else None
+        only_mask = only if isinstance(only, Mask) else None
+        is_unprocessed = not self.pre_processors and self._truncation.is_compiled
+        draws = self._truncation.draws(self._race) if not self._greedy and (only_mask or is_unprocessed) else None
+        first, *others = self._processors or (None,)
+        keeps_the_best = all(type(other) in KEEP_THE_BEST and keeps_one(other) for other in others)
         max_ranked = ranked_for(draws) if draws and not only_mask else 0
         return Shortcuts(
             only_mask=only_mask,
@@ -143,7 +147,7 @@ class Sampler:
             draws=draws,
             max_ranked=max_ranked,
             draws_by_row=not (self._greedy or self.pre_processors or max_ranked),
-            takes_the_only_token=self._takes_the_only_token(),
+            takes_the_only_token=isinstance(first, Mask) and keeps_the_best,
         )
 
     def _compile(self) -> None:
@@ -160,21 +164,6 @@ class Sampler:
         self.context.append(token)
         met = [is_met(self, token) for is_met in self._criteria]
         return any(met) or token in stops
-
-    def _only_mask(self, padding: Sequence[int]) -> Mask | None:
-        only = self.pre_processors[0] if len(self.pre_processors) == 1 and not padding else None
-        return only if isinstance(only, Mask) else None
-
-    def _own_draws(self, only_mask: Mask | None) -> DrawOptions | None:
-        if self._greedy or not (only_mask or (not self.pre_processors and self._truncation.is_compiled)):
-            return None
-        return self._truncation.draws(self._race)
-
-    def _takes_the_only_token(self) -> bool:
-        first, *others = self._processors or (None,)
-        return isinstance(first, Mask) and all(
-            type(processor) in KEEP_THE_BEST and keeps_one(processor) for processor in others
-        )
 
     def chooser(
         self,

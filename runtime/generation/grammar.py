@@ -209,9 +209,6 @@ class GrammarCompiler:
         """Return the initial state of an answer that must match the grammar, if there is one."""
         return self.guide(grammar) if grammar else None
 
-    def bytes_of(self, token: int) -> bytes:
-        return self._tokenizer.decode_bytes([token])
-
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
@@ -224,11 +221,14 @@ class GrammarCompiler:
         )
         try:
             compiled = LLMatcher(tokenizer, _notation(grammar), log_level=0, limits=limits)
-            fault = compiled.get_error() or _too_long(compiled)
+            fault = compiled.get_error()
+            if not fault and (forced := len(compiled.compute_ff_bytes())) > MAX_FORCED_BYTES:
+                fault = f"it begins with a text of {forced:,} bytes, and at most {MAX_FORCED_BYTES:,} are possible"
         except Exception as error:  # the GBNF conversion raises no specific exception class
             fault = str(error)
         if fault:
-            raise PromptError(f"the {grammar.kind.label} cannot be used ({_on_one_line(fault)}): correct it")
+            on_one_line = " ".join(fault.partition("<state>")[0].split())[:300]
+            raise PromptError(f"the {grammar.kind.label} cannot be used ({on_one_line}): correct it")
         return compiled
 
 
@@ -245,17 +245,6 @@ def _notation(grammar: Grammar) -> str:
 
         return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
     return LLMatcher.grammar_from_lark(grammar.text)
-
-
-def _too_long(compiled: LLMatcher) -> str:
-    forced = len(compiled.compute_ff_bytes())
-    return f"it begins with a text of {forced:,} bytes, and at most {MAX_FORCED_BYTES:,} are possible" * (
-        forced > MAX_FORCED_BYTES
-    )
-
-
-def _on_one_line(text: str) -> str:
-    return " ".join(text.partition("<state>")[0].split())[:300]
 
 
 def masks_of(guide: Guide | None) -> list[LogitsProcessor]:

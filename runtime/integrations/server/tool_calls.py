@@ -287,7 +287,8 @@ class ToolCallReader:
                 new_calls = calls_of(event["value"]) if self._takes_calls else []
                 calls += new_calls
                 if not new_calls:
-                    plain += self._opening + _text_of(event["value"])
+                    value = event["value"]
+                    plain += self._opening + (value if isinstance(value, str) else json_text(value))
         return plain, reasoning, calls
 
 
@@ -311,7 +312,3 @@ def calls_of(value: Any) -> list[ToolCall]:
     except (ValueError, RecursionError):  # JSON has neither infinities nor NaN
         return []
     return [ToolCall(described["name"], arguments)]
-
-
-def _text_of(value: Any) -> str:
-    return value if isinstance(value, str) else json_text(value)
