@@ -140,11 +140,6 @@ class BatchDrafter(Uncopyable):
         """Return the number of context tables."""
         return self._count
 
-    @property
-    def nbytes(self) -> int:
-        """Total size of the context tables in bytes."""
-        return self._count * CONTEXT_TABLE.itemsize
-
     def draft(self, sampled: Sequence[Sized], lengths: Ints, contexts: Ints) -> list[list[int]]:
         """Return the draft tokens for each row of a batch; none for rows in prefill, which have no ``sampled`` tokens.
 
