@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Self
 
 from hdtool.data.chat import conversation_text, has_chat_template
 from hdtool.data.errors import PromptError, ToolsError
-from hdtool.runtime.integrations.server.instructions import SYSTEM, USER, join_changed, takes_instructions
 from hdtool.runtime.integrations.server.openai_formats import JsonDict
+from hdtool.runtime.integrations.server.system_messages import SYSTEM, USER, join_changed, takes_instructions
 from hdtool.runtime.integrations.server.tool_calls import CALL_CLOSING, CALL_OPENING, json_text
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from hdtool.runtime.integrations.server.answer_sections import (
     Sections,
     sections_of,
 )
-from hdtool.runtime.integrations.server.instructions import PARAGRAPH
 from hdtool.runtime.integrations.server.message_content import (
     MessagePart,
     StrictJson,
@@ -40,6 +39,7 @@ from hdtool.runtime.integrations.server.openai_formats import (
     RequestError,
 )
 from hdtool.runtime.integrations.server.openai_requests import MAX_STOPS, ConvertedRequest, SampledRequest
+from hdtool.runtime.integrations.server.system_messages import PARAGRAPH
 from hdtool.runtime.integrations.server.tool_calls import json_text
 
 PATH = "/v1/messages"

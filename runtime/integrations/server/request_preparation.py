@@ -27,7 +27,6 @@ from hdtool.runtime.generation.text_stream import TextStream, text_of
 from hdtool.runtime.integrations.server.call_grammar import arguments_schema
 from hdtool.runtime.integrations.server.engine_thread import AnswerJob, refuse_too_many
 from hdtool.runtime.integrations.server.generic_tools import GenericTools
-from hdtool.runtime.integrations.server.instructions import takes_late_instructions, with_early_instructions
 from hdtool.runtime.integrations.server.logit_processors import AnswerPenalty, LogitBias, LogprobRecorder
 from hdtool.runtime.integrations.server.openai_formats import RequestError, TokenLogprobs
 from hdtool.runtime.integrations.server.openai_requests import (
@@ -43,6 +42,7 @@ from hdtool.runtime.integrations.server.openai_requests import (
     template_messages,
 )
 from hdtool.runtime.integrations.server.quoted_files import Quotes
+from hdtool.runtime.integrations.server.system_messages import takes_late_instructions, with_early_instructions
 from hdtool.runtime.integrations.server.tool_calls import THINK_CLOSING, ThinkingReader, ToolCallReader
 from hdtool.runtime.target.load import Loaded
 

@@ -22,7 +22,6 @@ from hdtool.runtime.integrations.server.answer_sections import (
     Sections,
     sections_of,
 )
-from hdtool.runtime.integrations.server.instructions import PARAGRAPH
 from hdtool.runtime.integrations.server.message_content import (
     UNSUPPORTED_CONTENT,
     MessagePart,
@@ -47,6 +46,7 @@ from hdtool.runtime.integrations.server.response_tools import (
     function_name,
     input_of,
 )
+from hdtool.runtime.integrations.server.system_messages import PARAGRAPH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.integrations.vllm.chain import NUM_ENDED, RequestStates
+from hdtool.runtime.integrations.vllm.draft_chains import NUM_ENDED, RequestStates
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.history_store import History
 
