@@ -31,7 +31,6 @@ Side = TypeVar("Side")
 Conversations = Sequence[Sequence[RecordedTurn]]
 """Turns of each recorded conversation."""
 DOCS = Path(__file__).parents[2] / "docs"
-DEMO_STORES = StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
 NO_STORES = StoresConfig("none", "none")
 
 

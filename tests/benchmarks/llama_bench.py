@@ -26,16 +26,6 @@ class LlamaBench:
         row, cpu = self._run("-p", "0", "-n", "0", "-pg", f"{prompt},{answer}")
         return row["avg_ns"] / 1e9, max(cpu - self._start, 1e-9)
 
-    def reading(self, tokens: int) -> tuple[float, float]:
-        """Return wall-clock and CPU seconds for prefilling a prompt."""
-        row, cpu = self._run("-p", str(tokens), "-n", "0")
-        return row["avg_ns"] / 1e9, max(cpu - self._start, 1e-9)
-
-    def decoding(self, tokens: int) -> tuple[float, float]:
-        """Return wall-clock and CPU seconds for decoding ``tokens`` tokens from an empty context."""
-        row, cpu = self._run("-p", "0", "-n", str(tokens))
-        return row["avg_ns"] / 1e9, max(cpu - self._start, 1e-9)
-
     @cached_property
     def build(self) -> str:
         row, _ = self._run(*SHORTEST_RUN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,12 +58,6 @@ class OpenVinoContender:
                 f"OpenVINO GenAI cannot load {place} ({error_reason(error)}): name a folder that optimum-cli export "
                 "openvino wrote, or a GGUF file of an architecture that it reads"
             ) from error
-
-    def with_limit(self, max_new_tokens: int) -> OpenVinoContender:
-        """Return a contender with another answer length that shares the loaded pipeline."""
-        other = copy.copy(self)
-        other._max_new_tokens = max_new_tokens
-        return other
 
     def fresh(self) -> OpenVinoContender:
         return self  # it keeps no state between answers

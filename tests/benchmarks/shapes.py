@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
-from transformers import GptOssConfig, Lfm2Config, LlamaConfig
-
-from tests.support.gpt_oss_gguf import ROPE
-from tests.support.random_gguf import Settings
 
 HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
 SHAPE: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 8, "vocab_size": 32000, **HEADS}
@@ -87,22 +82,3 @@ def random_model(name: str) -> Any:
     model = getattr(transformers, f"{kind}ForCausalLM")(settings(**SHAPES[name]))
     model.generation_config.eos_token_id = None
     return model.bfloat16().eval()
-
-
-LARGE: dict[str, Any] = {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "max_position_embeddings": 8192, "tie_word_embeddings": True,
-}  # fmt: skip
-SHAPES_OF_FILES: dict[str, Callable[[], Settings]] = {
-    "llama": lambda: LlamaConfig(
-        **LARGE, vocab_size=128256, head_dim=64, bos_token_id=1, eos_token_id=2, pad_token_id=0
-    ),
-    "lfm2": lambda: Lfm2Config(
-        **LARGE, vocab_size=65536, block_auto_adjust_ff_dim=False, full_attn_idxs=[2, 5, 8, 10, 12, 14]
-    ),
-    "gpt-oss": lambda: GptOssConfig(
-        vocab_size=32768, num_hidden_layers=4, num_local_experts=32, rope_parameters=ROPE, bos_token_id=1,
-        eos_token_id=2, pad_token_id=0,
-    ),
-}  # fmt: skip
-"""Llama 3.2 1B, LFM2 1.2B and four layers of gpt-oss-20b."""
