@@ -101,7 +101,7 @@ def replay(
     from hdtool.builders.evaluation.replay import ReplayMethod
     from hdtool.builders.evaluation.report.pages import check_report_folder, replay_page
     from hdtool.builders.evaluation.report.replayed_sources import Study
-    from hdtool.builders.evaluation.worker_pool import replay as replayed
+    from hdtool.builders.evaluation.parallel_replay import replay as replayed
     from hdtool.cli.result_tables import replay_record, replay_table, write_report
     from hdtool.runtime.budget.cost_curve import CostCurve
 

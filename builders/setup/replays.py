@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from hdtool.builders.evaluation.parallel_replay import replay
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, SpeedPrediction
 from hdtool.builders.evaluation.timing import timed
-from hdtool.builders.evaluation.worker_pool import replay
 from hdtool.runtime.answering.answer_plan import plan_answer
 from hdtool.runtime.budget.cost_curve import CostCurve, Floats
 from hdtool.runtime.config.decoding import NO_HISTORY, DecodeConfig

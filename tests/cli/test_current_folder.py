@@ -49,7 +49,7 @@ def test_processes_begin_isolated() -> None:
             if isinstance(function, ast.FunctionDef) and any(map(BEGINS.match, names := calls(function))):
                 beginning.add(path.stem)
                 assert names & GUARDS, f"{path}, {function.name}: data/isolated_processes.py says how a process begins"
-    assert beginning == {"compile_process", "local_executor", "ray_executor", "start_vllm", "worker_pool"}
+    assert beginning == {"compile_process", "local_executor", "parallel_replay", "ray_executor", "start_vllm"}
 
 
 def test_an_isolated_python_leaves_the_current_folder_alone(traps: Traps) -> None:

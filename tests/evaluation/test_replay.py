@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +17,10 @@ import psutil
 import pytest
 from hypothesis import given, strategies as st
 
-from hdtool.builders.evaluation import worker_pool
+from hdtool.builders.evaluation import parallel_replay
+from hdtool.builders.evaluation.parallel_replay import replay
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, accept_recorded
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, replay_method
-from hdtool.builders.evaluation.worker_pool import replay
 from hdtool.cli.app import run
 from hdtool.cli.replay import STEPS_KEYS
 from hdtool.data import demo
@@ -225,7 +224,7 @@ def test_two_processes_bring_what_one_does(
     repeated: list[list[RecordedTurn]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_pool, "CONVERSATIONS_PER_JOB", 1)
+    monkeypatch.setattr(parallel_replay, "CONVERSATIONS_PER_JOB", 1)
     bars, every = counted_bars(monkeypatch), [*conversations, *repeated]
     several = [*contenders(), ReplayMethod("remembering", remembering().config)]
     one, two = (replay(several, every, store_set, workers=workers) for workers in (1, 2))
@@ -248,18 +247,10 @@ def test_a_process_that_is_ended_from_outside(
         replay(contenders(), conversations, Fatal(), workers=2)
 
 
-def test_jobs_that_cannot_be_written(
-    store_set: StoreSet, conversations: list[list[RecordedTurn]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    with pytest.raises(HdtoolError, match=r"cannot be written to a temporary folder .*: .* or use --workers 1"):
-        replay(contenders(), conversations, store_set, workers=2)
-
-
 def test_each_part_starts_anew(
     store_set: StoreSet, conversations: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_pool, "CONVERSATIONS_PER_JOB", 1)
+    monkeypatch.setattr(parallel_replay, "CONVERSATIONS_PER_JOB", 1)
     parted = replay([remembering(history=False)], conversations, store_set, workers=1)["hd"]
     alone = [replay([remembering(history=False)], [turns], store_set, workers=1)["hd"] for turns in conversations]
     assert counted(parted) == counted(ReplayResult.joined(alone))

@@ -18,7 +18,7 @@ from hdtool.builders.evaluation.report.tables import (
     TypicalCase,
     source_wins,
 )
-from hdtool.builders.evaluation.worker_pool import replay
+from hdtool.builders.evaluation.parallel_replay import replay
 from hdtool.data.answered_questions import AnsweredQuestion
 from hdtool.data.conversation import STOPPED
 from hdtool.data.prompts import Prompt

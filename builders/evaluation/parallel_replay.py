@@ -2,29 +2,25 @@
 
 A job replays one method on one part of the conversations. Parts have a fixed size and start with a fresh drafter, so
 results do not depend on the number of processes. If the method has a history, a replay of a conversation depends on
-the conversations before it, so a single job replays all of them. Worker processes read their jobs from files: only
-paths go through the pool's queue, because a large item in it can block the exit of Python 3.11.4 and older.
+the conversations before it, so a single job replays all of them.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
-from multiprocessing import active_children, get_context
-from pathlib import Path
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from threading import current_thread, main_thread
+from traceback import format_exc
 from typing import Any
 
 import torch
 
-from hdtool.builders.evaluation.job_files import job_files
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, replay_method
 from hdtool.data.errors import HdtoolError
@@ -37,7 +33,9 @@ from hdtool.runtime.stores.store_set import StoreSet
 CONVERSATIONS_PER_JOB = 128
 MIN_TOKENS_FOR_WORKERS = 250_000
 """Total number of tokens below which starting processes takes longer than the replay."""
-POLL_SECONDS = 0.1
+
+TURN_DONE = None
+"""Message of a worker that has replayed a turn."""
 
 RecordedConversation = Sequence[RecordedTurn]
 
@@ -79,8 +77,7 @@ def replay(
         if processes == 1:
             done = [job.play(store_set, progress.advance) for job in jobs]
         else:
-            with job_files(jobs) as files:
-                done = _in_processes(files, store_set, processes, progress)
+            done = _in_processes(jobs, store_set, processes, progress)
     names = [contender.name for contender in contenders]
     return {name: ReplayResult.joined([part for part in done if part.method == name]) for name in names}
 
@@ -101,38 +98,52 @@ def _jobs(
     return jobs
 
 
-@isolated_children()
 def _in_processes(
-    jobs: Sequence[Path], store_set: StoreSet, processes: int, progress: ProgressBar
+    jobs: Sequence[ReplayJob], store_set: StoreSet, processes: int, progress: ProgressBar
 ) -> list[ReplayResult]:
-    context = get_context("spawn")  # a fork would inherit locked mutexes of torch's threads
-    turns_done = context.Value("q", 0)
-    other_children = set(active_children())
-    pool = ProcessPoolExecutor(processes, context, _start_worker, (store_set, turns_done))
+    results: dict[int, ReplayResult] = {}
+    left = iter(enumerate(jobs))
+    busy: dict[Connection, int] = {}
     try:
-        with _sigint_ignored():
-            futures = [pool.submit(_run, job) for job in jobs]
-        pending: set[Future[ReplayResult]] = set(futures)
-        while pending:
-            done, pending = wait(pending, POLL_SECONDS)
-            for future in done:
-                future.result()  # raises the error of a failed job
-            progress.to(turns_done.value)
-        return [future.result() for future in futures]
-    except BrokenProcessPool:
+        with ExitStack() as started:
+            workers = [started.enter_context(_worker(store_set)) for _ in range(processes)]
+            for worker, (number, job) in zip(workers, left, strict=False):
+                busy[worker] = number
+                worker.send(job)
+            while busy:
+                ready: list[Any] = wait(busy)
+                for worker in ready:
+                    message = worker.recv()
+                    if message is TURN_DONE:
+                        progress.advance()
+                        continue
+                    if isinstance(message, Exception):
+                        raise message
+                    results[busy.pop(worker)] = message
+                    if following := next(left, None):
+                        busy[worker], job = following
+                        worker.send(job)
+    except (EOFError, ConnectionError):
         raise HdtoolError(
             "a process of the replay was ended from outside, as happens where memory is short: try --workers 1"
         ) from None
-    except BaseException:
-        for process in set(active_children()) - other_children:
-            process.terminate()
-        raise
+    return [results[number] for number in range(len(jobs))]
+
+
+@contextmanager
+def _worker(store_set: StoreSet) -> Iterator[Connection]:
+    """Start a process that plays jobs, and yield the connection to it; end the process after the ``with`` block."""
+    context = get_context("spawn")  # a fork would inherit locked mutexes of torch's threads
+    connection, of_worker = context.Pipe()
+    process = context.Process(target=_play_jobs, args=(of_worker, store_set), daemon=True)
+    with isolated_children(), _sigint_ignored():
+        process.start()
+    of_worker.close()  # so that the end of the process ends the connection
+    try:
+        yield connection
     finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_worker: dict[str, Any] = {}
-"""Stores and shared turn counter of a worker process."""
+        process.terminate()
+        process.join()
 
 
 @contextmanager
@@ -148,16 +159,15 @@ def _sigint_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _start_worker(store_set: StoreSet, turns_done: Any) -> None:
+def _play_jobs(connection: Connection, store_set: StoreSet) -> None:
+    """Send the result of each received job, or its error, and ``TURN_DONE`` after each turn; end with the parent."""
     torch.set_num_threads(1)
-    _worker.update(store_set=store_set, turns_done=turns_done)
-
-
-def _run(file: Path) -> ReplayResult:
-    job: ReplayJob = pickle.loads(file.read_bytes())
-    return job.play(_worker["store_set"], _count_turn)
-
-
-def _count_turn() -> None:
-    with _worker["turns_done"].get_lock():
-        _worker["turns_done"].value += 1
+    with suppress(EOFError, ConnectionError):
+        while True:
+            job: ReplayJob = connection.recv()
+            try:
+                result: ReplayResult | Exception = job.play(store_set, lambda: connection.send(TURN_DONE))
+            except Exception as error:
+                error.add_note(format_exc())
+                result = error
+            connection.send(result)
