@@ -38,7 +38,7 @@ class Commands(typer.core.TyperGroup):
     """Command group with sections, advice on unknown commands, and a hidden command for ``serve --engine vllm``."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[:1] == ["serve"] and serve.engine_of(args) == serve.VLLM_ENGINE:
+        if serve.uses_vllm(args):
             return "serve", self.get_command(ctx, VLLM_COMMAND), args[1:]
         if args and args[0] not in self.commands and not ctx.resilient_parsing:
             shown = [name for name, command in self.commands.items() if not command.hidden]
@@ -195,17 +195,11 @@ def main() -> None:
     if COMPLETION_VARIABLE in os.environ:
         app(prog_name="hdtool")
     several = TORCHRUN_VARIABLE in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
-    if not several and not _uses_vllm(sys.argv[1:]):
+    # vLLM needs the parts of torch that ``import_leanly`` leaves out.
+    if not several and sys.argv[1:2] != [VLLM_COMMAND] and not serve.uses_vllm(sys.argv[1:]):
         import_leanly()
     with isolated_children():
         sys.exit(_run_together(sys.argv[1:]) if several else run(sys.argv[1:]))
-
-
-def _uses_vllm(arguments: list[str]) -> bool:
-    """Return True if the command loads vLLM, which needs the parts of torch that ``import_leanly`` leaves out."""
-    return arguments[:1] == [VLLM_COMMAND] or (
-        arguments[:1] == ["serve"] and serve.engine_of(arguments) == serve.VLLM_ENGINE
-    )
 
 
 def _run_together(arguments: list[str]) -> int:

@@ -76,14 +76,14 @@ def serve(
     launch.run()
 
 
-def engine_of(words: list[str]) -> str:
-    """Return the engine that a command line selects by ``--engine``; hdtool's own if it selects none."""
+def uses_vllm(words: list[str]) -> bool:
+    """Return True if a command line, without the program's name, is ``serve --engine vllm``."""
     engine = HDTOOL_ENGINE
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == "--engine":
             engine = value if equals else "".join(words[place + 1 : place + 2])
-    return engine
+    return words[:1] == ["serve"] and engine == VLLM_ENGINE
 
 
 PASS_UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
