@@ -135,7 +135,10 @@ class _Reader:
         return number
 
     def text(self) -> str:
-        return self._string().decode(errors="replace")
+        length = self.number("Q")
+        start = self.offset
+        self._skip(length)
+        return self._content[start : self.offset].decode(errors="replace")
 
     def value(self, kind: int, depth: int = 0) -> Any:
         if kind == STRING_TYPE:
@@ -169,12 +172,6 @@ class _Reader:
         dimensions = [self.number("Q") for _ in range(self.number("I"))]
         kind, offset = self.number("I"), self.number("Q")
         return GGUFTensor(name, math.prod(dimensions), kind, offset, tuple(reversed(dimensions)))
-
-    def _string(self) -> bytes:
-        length = self.number("Q")
-        start = self.offset
-        self._skip(length)
-        return self._content[start : self.offset]
 
     def _skip(self, length: int) -> None:
         self.offset += length

@@ -53,23 +53,11 @@ def compressed(stream: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     elif ending == ".zst":
         from pyarrow import CompressedOutputStream, PythonFile
 
-        with CompressedOutputStream(PythonFile(_NonClosingStream(stream), "w"), "zstd") as file:
+        own = os.fdopen(os.dup(stream.fileno()), "wb")  # ``stream`` stays open when the compressor closes this file
+        with CompressedOutputStream(PythonFile(own, "w"), "zstd") as file:
             yield file
     else:
         yield stream
-
-
-class _NonClosingStream(io.RawIOBase):
-    """Wrapper around a stream that leaves it open when a compressor closes the wrapper."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return self._stream.write(data)
 
 
 UTF8_BOM = b"\xef\xbb\xbf"
