@@ -8,11 +8,10 @@ an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 from hdtool.data.conversation import ANSWERS, QUESTIONS, STOPPED, Conversation, RecordedRankings, with_answers
 from hdtool.data.conversation_files import ConversationReader, LocatedConversation
@@ -22,25 +21,12 @@ from hdtool.data.record_counts import TOLERANCE, Tally
 from hdtool.data.row_readers import RowError
 
 
-class RecordPart(NamedTuple):
-    """A text in a record, and who wrote it."""
-
-    text: str
-    by_model: bool
-    ids: tuple[int, ...] | None = None
-    """Recorded token ids; None if there are none."""
-    role: str = "user"
-    """Role of the part's author; not meaningful if ``by_model`` is True."""
-
-
 @dataclass(frozen=True)
 class Record:
     """Related texts, each of which becomes a document; ``source`` is the index of their input file."""
 
     texts: tuple[str, ...]
     source: int
-    parts: tuple[RecordPart, ...] = ()
-    """All parts of the record in order, including parts that do not become documents."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +59,10 @@ class RecordReader(ConversationReader):
 
     def __iter__(self) -> Iterator[Record]:
         self.restart()
-        return self._records(chain.from_iterable(map(self.read_input, range(len(self.inputs)))))
-
-    def whole_records(self) -> Iterator[Record]:
-        """Yield the records with all their turns, even turns that also appear in other requests or rows."""
-        return self._records(self.conversations(), whole=True)
-
-    def _records(self, conversations: Iterable[LocatedConversation], *, whole: bool = False) -> Iterator[Record]:
-        for located in conversations:
-            if texts := self._selected_texts(parts := _parts_of(located.conversation, whole=whole)):
+        for located in chain.from_iterable(map(self.read_input, range(len(self.inputs)))):
+            if texts := self._texts_of(located.conversation):
                 self._has_records = True
-                yield Record(texts, located.source, parts)
+                yield Record(texts, located.source)
         self.finish()
 
     def portions(self, texts: int) -> Iterator[Portion]:
@@ -94,7 +73,7 @@ class RecordReader(ConversationReader):
         self.restart()
         held: list[str] = []
         for located in self.read_input(0):
-            held += self._selected_texts(_parts_of(located.conversation))
+            held += self._texts_of(located.conversation)
             if len(held) >= texts:
                 yield Portion(held, self.tally, self.bytes_read)
                 held, self.tally = [], Tally()
@@ -115,29 +94,25 @@ class RecordReader(ConversationReader):
             what = "answers of a model" if self.answers_only else "text"
             raise RecordError(f"no {what} found in {_file_names(self.inputs)}: name files that hold some")
 
-    def _selected_texts(self, parts: Iterable[RecordPart]) -> tuple[str, ...]:
-        return tuple(part.text for part in parts if part.by_model or not self.answers_only)
+    def _texts_of(self, conversation: Conversation) -> tuple[str, ...]:
+        """Return the texts of a conversation that become documents.
+
+        Answers that a request repeats do not count as written by the model.
+        """
+        turns = conversation.new_turns
+        first_answer = conversation.prompted - (len(conversation.turns) - len(turns))
+        return tuple(
+            turn.text
+            for index, turn in enumerate(turns)
+            if not self.answers_only or (turn.by_model and index >= first_answer)
+            if turn.text.strip()
+        )
 
 
 def _file_names(paths: Sequence[Path]) -> str:
     if not paths:
         return "no input at all"
     return f"{paths[0]} and {len(paths) - 1} more" if len(paths) > 1 else str(paths[0])
-
-
-def _parts_of(conversation: Conversation, *, whole: bool = False) -> tuple[RecordPart, ...]:
-    """Return the parts of a conversation that contain text, in order.
-
-    Answers that a request repeats do not count as written by the model.
-    """
-    turns = conversation.turns if whole else conversation.new_turns
-    first_answer = conversation.prompted - (len(conversation.turns) - len(turns))
-    parts = ((turn, turn.by_model and index >= first_answer) for index, turn in enumerate(turns))
-    return tuple(
-        RecordPart(turn.text, True, turn.ids) if by_model else RecordPart(turn.text, False, None, turn.role)
-        for turn, by_model in parts
-        if turn.text and not turn.text.isspace()
-    )
 
 
 @dataclass(frozen=True)

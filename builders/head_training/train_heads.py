@@ -28,10 +28,10 @@ from hdtool.builders.head_training.processes import Processes, process_group, wo
 from hdtool.builders.head_training.training_curve import curve_file, draw_training
 from hdtool.builders.head_training.training_examples import BatchSampler, Example, draft_vocabulary, read_examples
 from hdtool.builders.head_training.training_loop import Training, checkpoint_file
+from hdtool.data.conversation_files import ConversationReader
 from hdtool.data.errors import OptionError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.progress import progress_bar, show_bars
-from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config.building import HeadsConfig, TrainConfig
 from hdtool.runtime.config.draft_token_limits import LARGEST_BUDGET
 from hdtool.runtime.config.model import ModelConfig
@@ -232,7 +232,7 @@ def _texts(
     inputs: Sequence[str], model: ModelConfig, target: Target, config: TrainConfig, chat: bool | None
 ) -> tuple[list[Example], list[str]]:
     """Return the examples, and lines that tell the user about records that were left out."""
-    reading = RecordReader(find_inputs(inputs), tolerance=config.max_bad_fraction)
+    reading = ConversationReader(find_inputs(inputs), tolerance=config.max_bad_fraction)
     turns = TurnReader.of_model(model, chat)
     window = min(config.window, context_limit(target.config, config.window) or config.window)
     with progress_bar(reading.total_bytes, "reading", unit="B") as progress:

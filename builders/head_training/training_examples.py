@@ -13,9 +13,11 @@ import numpy.typing as npt
 
 from hdtool.builders.evaluation.recording import TurnReader
 from hdtool.data.chat import encode_text
+from hdtool.data.conversation import Conversation
+from hdtool.data.conversation_files import ConversationReader
 from hdtool.data.errors import RecordError
 from hdtool.data.progress import ProgressBar
-from hdtool.data.texts_and_traces import Record, RecordedAnswer, RecordReader, Trace
+from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.config.building import HeadsConfig, TrainConfig
 
 MIN_TOKENS = 3
@@ -31,12 +33,12 @@ class Example:
     """True for each token that the model wrote, and for all of plain text. Heads learn to predict only such tokens."""
 
 
-def read_examples(reading: RecordReader, turns: TurnReader, window: int, progress: ProgressBar) -> list[Example]:
+def read_examples(reading: ConversationReader, turns: TurnReader, window: int, progress: ProgressBar) -> list[Example]:
     """Return the examples of at most ``window`` tokens in all records; raise a ``RecordError`` if there are none."""
     examples: list[Example] = []
     max_length = 0
-    for record in reading.whole_records():
-        for whole in _record_examples(record, turns):
+    for located in reading.conversations():
+        for whole in _whole_examples(located.conversation, turns):
             max_length = max(max_length, len(whole.ids))
             examples += _windows(whole, window)
         progress.to(reading.bytes_read)
@@ -48,29 +50,33 @@ def read_examples(reading: RecordReader, turns: TurnReader, window: int, progres
     return examples
 
 
-def _record_examples(record: Record, turns: TurnReader) -> Iterator[Example]:
-    if all(part.by_model for part in record.parts):
-        for part in record.parts:
-            ids = part.ids or encode_text(turns.tokenizer, part.text, special=True)
+def _whole_examples(conversation: Conversation, turns: TurnReader) -> Iterator[Example]:
+    # Answers that a request repeats do not count as written by the model.
+    said = [
+        (turn, turn.by_model and place >= conversation.prompted)
+        for place, turn in enumerate(conversation.turns)
+        if turn.text.strip()
+    ]
+    if all(by_model for _, by_model in said):
+        for turn, _ in said:
+            ids = turn.ids or encode_text(turns.tokenizer, turn.text, special=True)
             yield Example(np.array(ids, np.int64), np.ones(len(ids), np.bool_))
         return
-    messages = tuple(
-        {"role": "assistant" if part.by_model else part.role, "content": part.text} for part in record.parts
-    )
+    messages = tuple({"role": turn.role, "content": turn.text} for turn, _ in said)
     answers = [
-        RecordedAnswer(place, part.ids, len(part.ids) if part.ids else None)
-        for place, part in enumerate(record.parts)
-        if part.by_model and place
+        RecordedAnswer(place, turn.ids, len(turn.ids) if turn.ids else None)
+        for place, (turn, by_model) in enumerate(said)
+        if by_model and place
     ]
     try:
         yield from _conversation_examples(Trace("", "", messages, tuple(answers), "a conversation"), turns)
     except RecordError:
-        if any(part.ids for part in record.parts):
+        if any(turn.ids for turn, _ in said):
             raise
         # Templates may refuse roles that do not alternate: use the texts without the template.
-        for part in record.parts:
-            ids = encode_text(turns.tokenizer, part.text, special=True)
-            yield Example(np.array(ids, np.int64), np.full(len(ids), part.by_model))
+        for turn, by_model in said:
+            ids = encode_text(turns.tokenizer, turn.text, special=True)
+            yield Example(np.array(ids, np.int64), np.full(len(ids), by_model))
 
 
 def _conversation_examples(trace: Trace, turns: TurnReader) -> Iterator[Example]:

@@ -35,9 +35,9 @@ from hdtool.builders.head_training.training_examples import BatchSampler, Exampl
 from hdtool.builders.head_training.training_loop import Training, learning_rate_factor
 from hdtool.cli.app import run
 from hdtool.data import demo
+from hdtool.data.conversation_files import ConversationReader
 from hdtool.data.errors import HeadsError, ModelError, RecordError
 from hdtool.data.progress import progress_bar
-from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config.building import HeadsConfig, TrainConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, load_heads, new_heads
@@ -287,7 +287,7 @@ def read_lessons(path: Path, window: int = 64) -> list[Example]:
     tokenizer = load_tokenizer(ModelConfig())
     turns = TurnReader(tokenizer, frozenset([0, 1]), tokenizer.eos_token_id)
     with progress_bar(1, "reading", quiet=True) as shown:
-        return read_examples(RecordReader([path]), turns, window, shown)
+        return read_examples(ConversationReader([path]), turns, window, shown)
 
 
 def written(path: Path, *rows: Any) -> Path:
