@@ -303,10 +303,11 @@ def bench(
 
     from hdtool.builders.evaluation.bench_plan import BenchPlan
     from hdtool.builders.evaluation.report.measurements import BenchMeasurements
-    from hdtool.builders.evaluation.report.pages import check_report_folder
+    from hdtool.builders.evaluation.report.pages import bench_page, check_report_folder
     from hdtool.builders.evaluation.scores import scores_of
-    from hdtool.cli.result_tables import bench_record, bench_table, report_bench
+    from hdtool.cli.result_tables import bench_record, bench_table, command_line, write_report
     from hdtool.data.bench_results import refuse_files_without_run
+    from hdtool.runtime.target.load import load_tokenizer
 
     quiet_libraries(quiet=quiet)
     plan = BenchPlan(asked, replace(settings, out=str(out)), loading, decoding, sampling, stores, chat, spare)
@@ -326,7 +327,8 @@ def bench(
     scores = scores_of(results, settings.baseline)
     print(json.dumps(bench_record(results, scores), ensure_ascii=False) if as_json else bench_table(results, scores))
     if report:
-        report_bench(report, plan, BenchMeasurements(results, settings.baseline, others))
+        measurements = BenchMeasurements(results, settings.baseline, others)
+        write_report(report, bench_page(measurements, asked, load_tokenizer(loading), command_line()))
 
 
 def _sample(prompts: list[Prompt], settings: BenchConfig) -> tuple[list[Prompt], list[Prompt]]:

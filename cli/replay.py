@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -97,12 +96,11 @@ def replay(
     that draft from logits need recordings of collect --rankings; hd-paper is replayed without its lookahead branch. The
     history grows with the recordings, in their order.
     """
+    from hdtool.builders.evaluation.parallel_replay import replay as replayed
     from hdtool.builders.evaluation.recording import TurnReader, open_stores
     from hdtool.builders.evaluation.replay import ReplayMethod
     from hdtool.builders.evaluation.report.pages import check_report_folder, replay_page
-    from hdtool.builders.evaluation.report.replayed_sources import Study
-    from hdtool.builders.evaluation.parallel_replay import replay as replayed
-    from hdtool.cli.result_tables import replay_record, replay_table, write_report
+    from hdtool.cli.result_tables import command_line, replay_record, replay_table, write_report
     from hdtool.runtime.budget.cost_curve import CostCurve
 
     files, warm_files = _trace_files(traces), _trace_files(warm or [])
@@ -130,9 +128,8 @@ def replay(
     shown = results, curve, [str(path) for path in warm or ()]
     print(json.dumps(replay_record(*shown), ensure_ascii=False) if as_json else replay_table(*shown))
     if report:
-        study = Study(conversations, store_set, config.draft_tokens, config.workers, curve)
-        page_of = partial(replay_page, study, *shown)
-        write_report(report, study, recorded.traces, reader.tokenizer, page_of)
+        page = replay_page(*shown, store_set, config.draft_tokens, recorded.questions, reader.tokenizer, command_line())
+        write_report(report, page)
 
 
 class Recordings:
@@ -146,6 +143,11 @@ class Recordings:
         self.traces = [trace for trace in read if trace.answers]
         if lacking := len(read) - len(self.traces):
             tell(f"left out: {lacking} of {len(read)} conversations, which hold no answer")
+
+    @property
+    def questions(self) -> list[str]:
+        """Text before each answer."""
+        return [one.messages[answer.message_index - 1]["content"] for one in self.traces for answer in one.answers]
 
     def turns(self, reader: TurnReader) -> list[list[RecordedTurn]]:
         """Return the turns of each conversation that can be replayed, and remove all others from ``traces``."""

@@ -20,15 +20,8 @@ from hdtool.runtime.config.measuring import COLD, WARM
 from hdtool.runtime.config.model import INT8
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from hdtool.builders.evaluation.bench_plan import BenchPlan
     from hdtool.builders.evaluation.replay import ReplayedTurn, ReplayResult
-    from hdtool.builders.evaluation.report.figures import ReportData
-    from hdtool.builders.evaluation.report.measurements import BenchMeasurements
     from hdtool.builders.evaluation.report.pages import Page
-    from hdtool.builders.evaluation.report.replayed_sources import Study
-    from hdtool.data.texts_and_traces import Trace
     from hdtool.runtime.budget.cost_curve import CostCurve
 
 TABLE_WIDTH = 80
@@ -344,33 +337,12 @@ def _sources(results: Replays) -> Table:
     return Table.of("", {"method": "", "source": "", **columns}, rows)
 
 
-def write_report(
-    folder: Path,
-    study: Study,
-    traces: Sequence[Trace],
-    tokenizer: PreTrainedTokenizerBase,
-    page_of: Callable[[str, ReportData], Page],
-) -> None:
-    """Run the replays in ``study``, and write the page that ``page_of(command_line, results)`` returns."""
+def write_report(folder: Path, page: Page) -> None:
     from hdtool.builders.evaluation.report.pages import write_page
-    from hdtool.builders.evaluation.report.replayed_sources import report_data
 
-    data = report_data(study, traces, tokenizer)
-    page = page_of(shlex.join(["hdtool", *sys.argv[1:]]), data)
     tell(f"report: {write_page(folder, page)}")
 
 
-def report_bench(folder: Path, plan: BenchPlan, measured: BenchMeasurements) -> None:
-    """Write a benchmark's report. The figure of the sources comes from replaying one method's measured answers."""
-    from hdtool.builders.evaluation.recording import TurnReader, open_stores
-    from hdtool.builders.evaluation.report.pages import bench_page
-    from hdtool.builders.evaluation.report.replayed_sources import Study, bench_traces
-
-    answers = measured.results.answers
-    replayed = measured.scores.reference or next(iter(answers))
-    reader = TurnReader.of_model(plan.model, plan.chat)
-    traces = bench_traces(plan.questions, answers[replayed])
-    store_set = open_stores(plan.model, reader.tokenizer, plan.stores)
-    study = Study([reader.turns(trace) for trace in traces], store_set, plan.decoding.draft_tokens)
-    page_of = partial(bench_page, measured, study, replayed)
-    write_report(folder, study, traces, reader.tokenizer, page_of)
+def command_line() -> str:
+    """Return the command line of this process, for a report."""
+    return shlex.join(["hdtool", *sys.argv[1:]])

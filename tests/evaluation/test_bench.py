@@ -367,7 +367,7 @@ def test_all_run_with_one_number_of_threads_also_when_a_run_goes_on(
 
     monkeypatch.setattr(ContenderFactory, "choose_threads", choose)
     monkeypatch.setattr("hdtool.builders.evaluation.report.pages.check_report_folder", lambda folder: None)
-    monkeypatch.setattr("hdtool.cli.result_tables.report_bench", lambda *_, **__: None)
+    monkeypatch.setattr("hdtool.cli.result_tables.write_report", lambda *_: None)
     command = ["bench", "--methods", "ar", "--out", str(tmp_path), *QUICK, "--max-new-tokens", "2"]
     temperatures = ["--temperatures", "0.5", "--report", str(tmp_path / "report")]
     assert run([*command, *temperatures]) == 0

@@ -14,14 +14,9 @@ import pytest
 from hdtool.builders.evaluation.report.figures import ReportData, figures_of, missing_figures
 from hdtool.builders.evaluation.report.pages import PICTURE_NAME, Page, check_report_folder, write_page
 from hdtool.builders.evaluation.report.plots import PLOT_DPI, PLOT_INCHES, THEMES, Theme
-from hdtool.builders.evaluation.report.tables import (
-    Durations,
-    SourceCounts,
-    SourceShares,
-    Speeds,
-    Table,
-    TypicalCase,
-)
+from hdtool.builders.evaluation.report.source_shares import SourceCounts, SourceShares
+from hdtool.builders.evaluation.report.tables import Durations, Speeds, Table
+from hdtool.builders.evaluation.report.typical_case import TypicalCase
 from hdtool.data.errors import ResultError
 from hdtool.runtime.config.decoding import METHODS
 from hdtool.runtime.config.draft_sources import registered

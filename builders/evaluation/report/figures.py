@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hdtool.builders.evaluation.report import plots
 from hdtool.builders.evaluation.report.plots import Draw
-from hdtool.builders.evaluation.report.tables import (
-    Durations,
-    SourceShares,
-    Speeds,
-    Table,
-    TypicalCase,
-)
+from hdtool.builders.evaluation.report.source_shares import SourceShares
+from hdtool.builders.evaluation.report.tables import Durations, Speeds, Table
+from hdtool.builders.evaluation.report.typical_case import TypicalCase
 from hdtool.builders.evaluation.scores import method_in_words
 
 BENCH_COMMAND = "hdtool bench --report DIR"
@@ -32,11 +28,7 @@ class ReportData:
     durations: Durations | None = None
     temperatures: Speeds | None = None
     shares: tuple[SourceShares, ...] = ()
-    shares_are_measured: bool = False
-    """True if ``shares`` come from a benchmark's answers, not from a replay."""
     case: TypicalCase | None = None
-    replayed: str = ""
-    """Caption that states the number of draft tokens in the replays."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +54,7 @@ def figures_of(data: ReportData) -> Iterator[Figure]:
         yield _durations(data.durations)
     if data.temperatures:
         yield _temperatures(data.temperatures)
-    for figure in map(_shares, data.shares):
-        caption = figure.caption if data.shares_are_measured else f"{figure.caption} {data.replayed}".rstrip()
-        yield replace(figure, caption=caption)
+    yield from map(_shares, data.shares)
 
 
 def missing_figures(data: ReportData) -> Iterator[tuple[str, str]]:

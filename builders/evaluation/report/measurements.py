@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from hdtool.builders.evaluation.report.tables import (
-    Durations,
-    SourceCounts,
-    SourceShares,
-    Speeds,
-    Table,
-    source_wins,
-)
+from hdtool.builders.evaluation.report.source_shares import SourceShares, measured_shares
+from hdtool.builders.evaluation.report.tables import Durations, Speeds, Table
+from hdtool.builders.evaluation.report.typical_case import DraftedAnswer
 from hdtool.builders.evaluation.scores import ALL_TASKS, Scores, method_in_words, scores_of
-from hdtool.data.answered_questions import AnsweredQuestion
 from hdtool.data.bench_results import Results
-from hdtool.runtime.config.draft_sources import source_of
+from hdtool.data.prompts import Prompt
 
 
 @dataclass(frozen=True)
@@ -76,8 +69,17 @@ class BenchMeasurements:
 
     def shares(self) -> tuple[SourceShares, ...]:
         """Return, for each method that drafted from more than one source, the draft counts of its sources."""
-        method_shares = (_shares(method, rows) for method, rows in self.results.answers.items())
+        method_shares = (measured_shares(method, rows) for method, rows in self.results.answers.items())
         return tuple(shares for shares in method_shares if len(shares.sources) > 1)
+
+    def drafted_answers(self, method: str, questions: Sequence[Prompt]) -> Iterator[DraftedAnswer]:
+        """Yield the method's answers to the questions; no answers of peers, which do not tell who drafted a token."""
+        rows = self.results.answers[method]
+        for question, row in zip(questions, rows, strict=False):  # a benchmark may be incomplete
+            texts = [question.messages[-1]["content"], *question.later_turns]
+            for text, turn in zip(texts, row.turns, strict=True):
+                if turn.drafted_by:  # turns are empty once the context is full
+                    yield DraftedAnswer(text, turn.output_ids, turn.drafted_by, len(turn.step_tokens))
 
     def tables(self) -> tuple[Table, ...]:
         scores = self.scores
@@ -133,20 +135,3 @@ def _by_task(title: str, scores: Scores, value: Callable[[str, str], float | Non
     )
     rows = ((method, *(value(task, method) for task in scores.tasks)) for method in scores.tasks[ALL_TASKS])
     return Table.of(title, {"method": "", **dict.fromkeys(sizes, form)}, rows)
-
-
-def _shares(method: str, rows: Sequence[AnsweredQuestion]) -> SourceShares:
-    turns = [turn for row in rows for turn in row.turns if turn.output_ids]
-    names = dict.fromkeys(name for turn in turns for name, counts in turn.sources.items() if counts["drafted"])
-    wins = Counter[int]()
-    for turn in turns:
-        wins += source_wins(turn.drafted_by, turn.step_tokens)
-    sources = {}
-    for name in names:
-        drafted, accepted, hits = (
-            int(sum(turn.sources.get(name, {}).get(key, 0) for turn in turns))
-            for key in ("drafted", "accepted", "hits")
-        )
-        sources[name] = SourceCounts(drafted, accepted, hits, wins[source_of(name)])
-    # The first step is the prefill, for which nothing is drafted.
-    return SourceShares(method, sum(len(turn.step_tokens) - 1 for turn in turns), sources)

@@ -5,29 +5,34 @@ from __future__ import annotations
 import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
 
 import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from transformers import PreTrainedTokenizerBase
 
 from hdtool.builders.evaluation.llama_cpp_peer import build_notes
 from hdtool.builders.evaluation.replay import ReplayResult
 from hdtool.builders.evaluation.report.figures import Figure, ReportData, figures_of, missing_figures
 from hdtool.builders.evaluation.report.measurements import BenchMeasurements, run_temperature
 from hdtool.builders.evaluation.report.plots import DARK_THEME, LIGHT_THEME, THEMES, render_png
-from hdtool.builders.evaluation.report.replayed_sources import Study
+from hdtool.builders.evaluation.report.source_shares import replayed_shares
 from hdtool.builders.evaluation.report.tables import Table
+from hdtool.builders.evaluation.report.typical_case import DraftedAnswer, typical_case
 from hdtool.builders.evaluation.scores import ALL_TASKS, DEFAULT_METHOD
 from hdtool.data.errors import ResultError, os_errors_as
 from hdtool.data.output_files import OutputFile
 from hdtool.data.own_files import MARKDOWN_ENTRY, is_own_html, is_own_markdown, is_own_png
 from hdtool.data.progress import count_of
+from hdtool.data.prompts import Prompt
 from hdtool.data.stores.kinds import CORPUS_KIND, MODEL_KIND
 from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.config.budgets import FIXED_BUDGET
 from hdtool.runtime.kernels.machine_name import machine
+from hdtool.runtime.stores.store_set import StoreSet
 
 TEMPLATES = Path(__file__).parent / "templates"
 SOURCE_LABELS = {"none": "the model itself"}
@@ -86,20 +91,25 @@ class Page:
 
 
 def replay_page(
-    study: Study,
     results: Mapping[str, ReplayResult],
     curve: CostCurve | None,
     warm: Sequence[str],
+    store_set: StoreSet,
+    draft_tokens: int | None,
+    questions: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
     command: str,
-    data: ReportData,
 ) -> Page:
-    """Return the page of a replay; ``warm`` lists the files given with ``--warm``."""
-    first = next(iter(results.values()))
+    """Return the page of a replay; ``warm`` lists the files given with ``--warm``, ``questions`` those of all turns."""
+    first, shown = next(iter(results.values())), headline_result(results, curve)
+    most = FIXED_BUDGET if draft_tokens is None else draft_tokens
+    by_cost = draft_tokens is None and curve is not None
+    conversations = len({turn.conversation for turn in first.turns})
     facts = {
-        "answers": f"{len(study.conversations):,} conversations, {len(first.turns):,} answers, {first.tokens:,} tokens",
-        "stores": _stores(study),
-        "history": "; ".join((*memory_notes(results, warm), "no history in the replays of sources")),
-        "drafting": study.draft_tokens,
+        "answers": f"{conversations:,} conversations, {len(first.turns):,} answers, {first.tokens:,} tokens",
+        "stores": _stores({kind: store.manifest.counts["tokens"] for kind, store in store_set.opened.items()}),
+        "history": "; ".join(memory_notes(results, warm)),
+        "drafting": "as many draft tokens a step as pay" if by_cost else f"at most {most} draft tokens a step",
         "hdtool": metadata.version("hdtool"),
         "machine": machine(torch.device("cpu")),
     }
@@ -107,17 +117,26 @@ def replay_page(
         f"{headline(results, curve)} The model did not run: the recorded answers determine which draft tokens it "
         "accepts."
     )
-    data = replace(data, replayed=f"Replayed with {study.draft_tokens}, as in the tables.")
-    tables = (_rates(results), *([speed_forecast(results, curve)] if curve else []))
-    return Page("Replay", lead, command, facts, replace(data, tables=tables))
+    answers = (
+        DraftedAnswer(question, turn.tokens, turn.sources, len(turn.accept_lengths))
+        for question, turn in zip(questions, shown.turns, strict=True)
+    )
+    data = ReportData(
+        tables=(_rates(results), *([speed_forecast(results, curve)] if curve else [])),
+        shares=(replayed_shares(shown),),
+        case=typical_case(shown.method, answers, tokenizer),
+    )
+    return Page("Replay", lead, command, facts, data)
 
 
-def bench_page(measured: BenchMeasurements, study: Study, replayed: str, command: str, data: ReportData) -> Page:
-    """Return the page of a benchmark; ``replayed`` is the method whose answers were replayed."""
+def bench_page(
+    measured: BenchMeasurements, questions: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, command: str
+) -> Page:
+    """Return the page of a benchmark of ``questions``."""
     run, scores = measured.results.run, measured.scores
     about, options = run.surroundings, run.options
-    whole = scores.tasks[ALL_TASKS]
-    first = next(iter(whole.values()))
+    first = next(iter(scores.tasks[ALL_TASKS].values()))
+    most = options.get("draft_tokens")
     facts = {
         "model": f"{about['model']}, {about['dtype']} on {about['device']}",
         "threads of every method": f"{about['threads']}",
@@ -125,45 +144,46 @@ def bench_page(measured: BenchMeasurements, study: Study, replayed: str, command
         "tokens of an answer": f"{options['max_new_tokens']:,} at most",
         "temperature": f"{run_temperature(measured.results):g}",
         "rounds": f"{options['rounds']}",
-        "stores": _stores(study),
+        "stores": _stores({kind: store["tokens"] for kind, store in about["stores"].items()}),
         "drafters": str(options.get("drafters", "warm, without a history")),
-        "draft tokens a step": "as many as pay" if study.budget is None else f"{study.budget} at most",
-        "replays": f"of the answers of {replayed}, with {study.draft_tokens}, without a history",
+        "draft tokens a step": "as many as pay" if most is None else f"{most} at most",
         "hdtool": about["hdtool"],
         "machine": about["machine"],
         "begun": run.started,
     }
     lead = f"{scores.headline()} Measured on {count_of(first.questions, 'question')}."
-    measured_shares = measured.shares()
-    paid = "; the measured answers had as many as pay" if study.budget is None else ""
     if llama_cpp := build_notes(about):
         facts["llama.cpp"] = "; ".join(llama_cpp)
-    data = replace(
-        data,
+    method = scores.headline_method
+    data = ReportData(
         tables=measured.tables(),
         speedups=measured.speedups(),
         durations=measured.durations(),
         temperatures=measured.temperatures(),
-        shares=measured_shares or data.shares,
-        shares_are_measured=bool(measured_shares),
-        replayed=f"Replayed with {study.draft_tokens}{paid}.",
+        shares=measured.shares(),
+        case=typical_case(method, measured.drafted_answers(method, questions), tokenizer),
     )
     return Page("Benchmark", lead, command, facts, data)
 
 
+def headline_result(results: Mapping[str, ReplayResult], curve: CostCurve | None) -> ReplayResult:
+    """Return the result of the default method or, if it was not replayed, of the best method."""
+    return results.get(DEFAULT_METHOD) or max(results.values(), key=partial(_gain, curve=curve))
+
+
+def _gain(result: ReplayResult, curve: CostCurve | None) -> float:
+    return result.predict(curve).speedup if curve else result.tokens_per_step
+
+
 def headline(results: Mapping[str, ReplayResult], curve: CostCurve | None) -> str:
     """Return a sentence on the gain of the default method or, if it was not replayed, of the best method."""
-
-    def gain(result: ReplayResult) -> float:
-        return result.predict(curve).speedup if curve else result.tokens_per_step
-
-    result = results.get(DEFAULT_METHOD) or max(results.values(), key=gain)
+    result = headline_result(results, curve)
     where = f"on {count_of(len(result.turns), 'answer')} that a model gave"
     rate = f"{result.tokens_per_step:.2f} tokens a forward pass from {result.nodes_per_step:.1f} draft tokens"
     if not curve:
         return f"{result.method} gets {rate} {where}; plain decoding gets 1."
-    verdict = "" if gain(result) > 1 else ": drafting does not pay here"
-    speed = f"{result.method} is predicted to decode {gain(result):.2f} times as fast as plain decoding"
+    verdict = "" if _gain(result, curve) > 1 else ": drafting does not pay here"
+    speed = f"{result.method} is predicted to decode {_gain(result, curve):.2f} times as fast as plain decoding"
     return f"{speed} {where}, with {rate}{verdict}."
 
 
@@ -176,10 +196,9 @@ def memory_notes(results: Mapping[str, ReplayResult], warm: Sequence[str]) -> li
     return parts + [f"warm, {warmed:,} tokens of {', '.join(warm)} before"] * bool(warmed)
 
 
-def _stores(study: Study) -> str:
-    opened = study.store_set.opened.items()
-    parts = (f"{STORE_NAMES[kind]} of {store.manifest.counts['tokens']:,} tokens" for kind, store in opened)
-    return ", ".join(parts) or "none"
+def _stores(tokens: Mapping[str, int]) -> str:
+    """Name the stores, given the number of tokens of each kind."""
+    return ", ".join(f"{STORE_NAMES[kind]} of {number:,} tokens" for kind, number in tokens.items()) or "none"
 
 
 def _rates(results: Mapping[str, ReplayResult]) -> Table:

@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hdtool.builders.evaluation.pictures import OPEN_FRAME, png_of
-from hdtool.builders.evaluation.report.tables import (
-    Durations,
-    SourceShares,
-    Speeds,
-)
+from hdtool.builders.evaluation.report.source_shares import SourceShares
+from hdtool.builders.evaluation.report.tables import Durations, Speeds
 from hdtool.builders.evaluation.scores import PLAIN_METHOD
 from hdtool.runtime.config.draft_sources import registered
 

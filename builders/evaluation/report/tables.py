@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
 from statistics import fmean
 from typing import Any
 
@@ -38,53 +36,6 @@ class Durations:
 
 
 @dataclass(frozen=True)
-class SourceCounts:
-    """What one source drafted in all steps of a method, and how much of it was accepted."""
-
-    drafted: int
-    accepted: int
-    hits: int
-    """Number of steps in which the source drafted anything."""
-    wins: int
-    """Number of steps in which at least one token of the source was accepted."""
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Ratio of accepted to drafted tokens."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    @property
-    def win_rate(self) -> float:
-        """Ratio of steps with an accepted token to steps with a draft."""
-        return self.wins / self.hits if self.hits else 0.0
-
-
-@dataclass(frozen=True)
-class SourceShares:
-    """Counts of each source over the steps of one method; ``steps`` is the number of steps, excluding prefills."""
-
-    method: str
-    steps: int
-    sources: Mapping[str, SourceCounts]
-
-
-@dataclass(frozen=True)
-class TypicalCase:
-    """One answer in pieces, each with the source that drafted it."""
-
-    method: str
-    question: str
-    pieces: tuple[tuple[str, str], ...]
-    """Text and source name of each piece; the source of bonus tokens is ``none``."""
-    tokens: int
-    steps: int
-
-    @property
-    def sources(self) -> set[str]:
-        return {source for _, source in self.pieces}
-
-
-@dataclass(frozen=True)
 class Table:
     """Text cells in rows and columns; the first column names the row."""
 
@@ -112,12 +63,3 @@ class Table:
         lines = (f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |" for row in self.lines)
         head, *body = lines
         return "\n".join([head, "|---" * len(self.columns) + "|", *body])
-
-
-def source_wins(sources: Iterable[int], step_tokens: Iterable[int]) -> Counter[int]:
-    """Count the steps in which each source had a token accepted.
-
-    ``sources`` has an entry per token, and ``step_tokens`` the number of tokens per step.
-    """
-    rest = iter(sources)
-    return Counter(chain.from_iterable(set(islice(rest, tokens)) for tokens in step_tokens))

@@ -11,34 +11,18 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hdtool.builders.evaluation.experiment import shown_pieces
-from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayedTurn, ReplayResult
 from hdtool.builders.evaluation.report.measurements import BenchMeasurements
-from hdtool.builders.evaluation.report.replayed_sources import (
-    Study,
-    bench_traces,
-    source_shares,
-    typical_case,
-)
-from hdtool.builders.evaluation.report.tables import SourceCounts, SourceShares, source_wins
+from hdtool.builders.evaluation.report.source_shares import SourceCounts, SourceShares, replayed_shares, source_wins
+from hdtool.builders.evaluation.report.typical_case import DraftedAnswer, typical_case
 from hdtool.cli.app import run
-from hdtool.data import demo
 from hdtool.data.bench_results import BenchRun, Results
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.generation.text_stream import text_of
-from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.model_store import ModelStore
-from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load_tokenizer
 from tests.support.spec_bench_answers import answered, turn_of
-
-SHELF = StoreSet(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX))
-
-
-def turn(prompt: list[int], answer: list[int], conversation: str = "1") -> RecordedTurn:
-    return RecordedTurn(conversation, "", 0, prompt, answer)
 
 
 def played_turn(tokens: list[int], sources: list[int], steps: list[int] | None = None) -> ReplayedTurn:
@@ -51,30 +35,12 @@ def played_turn(tokens: list[int], sources: list[int], steps: list[int] | None =
     )  # fmt: skip
 
 
-# Which replays ---------------------------------------------------------------------------------
-
-
-def test_all_sources_that_are_there_are_replayed() -> None:
-    study = Study([[turn([1], [2])]], SHELF, budget=7)
-    config = study.contender("SM").config
-    assert (study.store_set.letters, config.method, config.sources, config.order) == ("CMS", "hd", "SM", "SMC")
-    assert config.draft_tokens == 7 and not config.lookahead
-    assert StoreSet(SHELF.model, None).letters == "CM"
-    assert StoreSet().letters == "C"
-
-
-def test_an_answer_that_repeats_itself_is_drafted_from_its_context() -> None:
-    answer = [7, 8, 9, 10, 7, 8, 9, 10, 7, 8, 9, 10, 7, 8, 9, 11]
-    found = Study([[turn([5, 6], answer)]], SHELF, workers=1).results(["C", "M"])
-    assert found["C"].tokens_per_step > found["M"].tokens_per_step
-
-
-# What they come to -----------------------------------------------------------------------------
+# Shares ---------------------------------------------------------------------------------------
 
 
 def test_shares_are_of_the_steps_that_could_be_drafted_for() -> None:
     one = played_turn([1, 2, 3, 4], [0, 1, 1, 0], [1, 3])
-    shares = source_shares("hd", ReplayResult("hd", (one,), {SourceId.MODEL: 0.1}))
+    shares = replayed_shares(ReplayResult("hd", (one,), {SourceId.MODEL: 0.1}))
     assert shares.steps == 1
     assert shares.sources == {"context": SourceCounts(2, 2, 1, 1)}, "what only took time drafted nothing"
 
@@ -101,28 +67,27 @@ def test_a_source_wins_a_step_once(steps: list[list[int]]) -> None:
 def test_a_case_is_the_answer_nearest_to_the_mean() -> None:
     tokenizer = load_tokenizer(ModelConfig())
     ids = tokenizer("The quick brown fox jumps over the lazy dog, twice. " * 8)["input_ids"][:60]
-    turns = tuple(
-        played_turn(ids, [0] * 60, [60 // count] * count) for count in (60, 30, 10)
-    )  # 1, 2 and 6 a step: 1.8 of all
-    case = typical_case("hd", ReplayResult("hd", turns, {}), tokenizer, ["first", "second", "third"])
-    assert (case.question, case.tokens, case.steps) == ("second", 60, 30)
+    # 1, 2 and 6 tokens a step: 1.8 of all
+    answers = [DraftedAnswer(name, ids, [0] * 60, steps) for name, steps in (("one", 60), ("two", 30), ("six", 10))]
+    case = typical_case("hd", answers, tokenizer)
+    assert case and (case.question, case.tokens, case.steps) == ("two", 60, 30)
     assert "".join(text for text, _ in case.pieces) == text_of(tokenizer, ids)
     named = shown_pieces(tokenizer, ids[1:4], [0, 1, 3])  # the first has no text
     assert [str(source) for _, source in named] == ["none", "context", "corpus"]
+    assert typical_case("hd", [], tokenizer) is None
 
 
-def test_a_benchmarks_answers_are_conversations() -> None:
+def test_a_case_of_a_benchmark_is_one_of_its_answers() -> None:
     prompt = Prompt(({"role": "user", "content": "one"},), ("two", "three"), "7", "qa")
-    cut = turn_of([2, 2], 1.0)
-    row = answered(7, "qa", turn_of([1, 2], 1.0), cut.__class__(**{**cut.__dict__, "finish": "length"}))
-    (trace,) = bench_traces([prompt, prompt], [row])
-    assert [message["content"] for message in trace.messages] == ["one", "[0, 1, 2]", "two", "[0, 1, 2, 3]"]
-    assert [(one.message_index, one.ids, one.max_tokens) for one in trace.answers] == [
-        (1, (0, 1, 2), None),
-        (3, (0, 1, 2, 3), 4),
+    turns = turn_of([1, 2], 1.0, drafted_by=[0, 0, 1]), turn_of([2], 1.0, drafted_by=[0, 2]), turn_of([], 0.0)
+    rows = {"hd": [answered(7, "qa", *turns)], "generate": [answered(7, "qa", *[turn_of([1], 1.0)] * 3)]}
+    run = BenchRun({"temperature": 0.0}, ("hd", "generate"), 2, {}, "now")
+    measured = BenchMeasurements(Results(run, rows))
+    assert list(measured.drafted_answers("hd", [prompt, prompt])) == [
+        DraftedAnswer("one", [0, 1, 2], [0, 0, 1], 2),
+        DraftedAnswer("two", [0, 1], [0, 2], 1),
     ]
-    silent = answered(7, "qa", turn_of([], 0.0))
-    assert bench_traces([prompt], [silent]) == []
+    assert not list(measured.drafted_answers("generate", [prompt]))
 
 
 # The commands ----------------------------------------------------------------------------------
@@ -172,9 +137,3 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert run(["bench", "--report", str(tmp_path / "file"), "--out", str(tmp_path / "bench")]) == 1
     assert "choose another --report" in capfd.readouterr().err
     assert not (tmp_path / "bench").exists()
-
-
-def test_replays_of_sources_have_no_history() -> None:
-    """Their subject is the sources alone, and conversations are replayed many times."""
-    study = Study([], StoreSet())
-    assert not study.contender("CMS").config.has_history
