@@ -38,9 +38,9 @@ def wrap_text(text: str, width: int, indent: str = CONTINUATION_INDENT) -> str:
     return "\n".join(_wrap_line(line, width, indent) for line in text.split("\n"))
 
 
-def wrap_for_terminal(text: str, indent: str = CONTINUATION_INDENT) -> str:
+def wrap_for_terminal(text: str) -> str:
     """Break long lines if standard output is a terminal, else return the text unchanged."""
-    return wrap_text(text, width, indent) if (width := _terminal_width(sys.stdout)) else text
+    return wrap_text(text, width) if (width := _terminal_width(sys.stdout)) else text
 
 
 def guard_terminal() -> None:

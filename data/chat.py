@@ -40,14 +40,13 @@ def encode_conversation(
     *,
     chat: bool | None = None,
     tools: Sequence[dict[str, Any]] = (),
-    variables: Variables = NO_VARIABLES,
 ) -> list[int]:
     """Encode a prompt as token ids. Raises PromptError if it has none, or if the chat template refuses it.
 
     If ``chat`` is None, the tokenizer's chat template is used if there is one. Without a template, there must be a
-    single message, whose text is the prompt, and no tools. ``tools`` and ``variables`` are passed to the template.
+    single message, whose text is the prompt, and no tools. ``tools`` are passed to the template.
     """
-    return read_conversation(tokenizer, messages, chat=chat, tools=tools, variables=variables)[1]
+    return read_conversation(tokenizer, messages, chat=chat, tools=tools)[1]
 
 
 def read_conversation(
@@ -58,7 +57,7 @@ def read_conversation(
     tools: Sequence[dict[str, Any]] = (),
     variables: Variables = NO_VARIABLES,
 ) -> tuple[str, list[int]]:
-    """Return the rendered text of a prompt and its token ids. Arguments and errors are ``encode_conversation``'s."""
+    """Return a prompt's rendered text and its token ids. Errors are those of ``encode_conversation``."""
     if chat is None:
         chat = has_chat_template(tokenizer)
     if tools and not chat:

@@ -58,7 +58,6 @@ def replay(
     *,
     workers: int | None = None,
     warm: Sequence[RecordedConversation] = (),
-    title: str = "replay",
 ) -> dict[str, ReplayResult]:
     """Return each contender's result of replaying all conversations; show a progress bar of their turns.
 
@@ -73,7 +72,7 @@ def replay(
         workers = (os.cpu_count() or 1) if tokens > MIN_TOKENS_FOR_WORKERS else 1
     processes = min(len(jobs), workers)
     turns = sum(len(job.turns) + len(job.warm) for job in jobs)
-    with progress_bar(turns, title, unit="turns") as progress:
+    with progress_bar(turns, "replay", unit="turns") as progress:
         if processes == 1:
             done = [job.play(store_set, progress.advance) for job in jobs]
         else:
