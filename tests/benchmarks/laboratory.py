@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from transformers.utils import logging
 
-from hdtool.builders.demo.demo_stores import stores_of_real_model
 from hdtool.builders.evaluation.contenders import Contender, DraftingContender, FreshDrafters
 from hdtool.builders.evaluation.experiment import Answering, Experiment, Figures, Question, by_contender, identical
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, open_stores
@@ -134,11 +133,6 @@ class Outcome:
         self.totals = {name: Figures.of(turn for row in rows for turn in row.turns) for name, rows in self.rows.items()}
         self.identical = sum(map(identical, by_question))
         """Number of questions to which all answers have the same tokens."""
-
-
-def stores_of(options: argparse.Namespace, loading: ModelConfig) -> StoresConfig:
-    """Return the stores that the demo builds for SmolLM2 with ``--demo-stores``, else none."""
-    return stores_of_real_model(loading) if options.demo_stores else NO_STORES
 
 
 def demo_prompts(loaded: Loaded, count: int | None = None) -> list[list[int]]:

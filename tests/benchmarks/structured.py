@@ -18,6 +18,7 @@ from statistics import median
 
 import torch
 
+from hdtool.builders.demo.demo_stores import stores_of_real_model
 from hdtool.builders.evaluation.experiment import Answering, DecodedTurn, timed_turn
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Grammar
@@ -27,7 +28,7 @@ from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.core.step import Finish
 from hdtool.runtime.kernels.machine_name import machine
 from hdtool.runtime.target.load import Loaded, load
-from tests.benchmarks.laboratory import Outcome, Table, method_contender, parser_of, ratio_of, stores_of
+from tests.benchmarks.laboratory import NO_STORES, Outcome, Table, method_contender, parser_of, ratio_of
 from tests.support.json_schemas import JSON_SCHEMAS
 
 PLAIN, MASKED, GUIDED = "ar", "hd, masked", "hd, guided"
@@ -72,7 +73,7 @@ def main() -> None:
     torch.set_num_threads(1)
     loading = ModelConfig(options.model, device="cpu", activations=options.activations)
     loaded = load(loading)
-    options.stores = stores_of(options, loading)
+    options.stores = stores_of_real_model(loading) if options.demo_stores else NO_STORES
     questions = [
         question_of(
             loaded,
