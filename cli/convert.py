@@ -48,7 +48,7 @@ def convert(
     with progress_bar(reader.total_bytes, "reading", unit="B") as progress:
         written = write_canonical(reader, file, progress)
     print_left_out(reader.tally)
-    counts = {**written.counts(), "left_out": reader.tally.bad}
+    counts = {**asdict(written), "left_out": reader.tally.bad}
     if as_json:
         print(json.dumps({"file": str(out), **counts}, ensure_ascii=False))
         return

@@ -151,7 +151,7 @@ def _by_task(title: str, scores: Scores, cell: Callable[[str, str], str]) -> Ite
     columns_shown: list[list[str]] = []
     left = TABLE_WIDTH - widest
     for task in scores.tasks:
-        column = [_shortened(task), *(cell(task, method) for method in methods[1:])]
+        column = [shortened(task, MAX_TASK_WIDTH), *(cell(task, method) for method in methods[1:])]
         width = 1 + max(MIN_TASK_WIDTH, *map(len, column))
         if width > left and columns_shown:
             yield _side_by_side(methods, columns_shown)
@@ -166,8 +166,8 @@ def _side_by_side(methods: Sequence[str], columns: Sequence[Sequence[str]]) -> s
     return as_columns(rows, widths=(0, *[MIN_TASK_WIDTH] * len(columns)), gap=1)
 
 
-def _shortened(task: str) -> str:
-    return task if len(task) <= MAX_TASK_WIDTH else task[: MAX_TASK_WIDTH - 1] + "…"
+def shortened(text: str, max_length: int) -> str:
+    return text if len(text) <= max_length else f"{text[: max_length - 1]}…"
 
 
 def _block(task: str, scores: Scores) -> str:

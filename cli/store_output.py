@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from hdtool.cli.result_tables import as_columns
+from hdtool.cli.result_tables import as_columns, shortened
 from hdtool.data.errors import StoreError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.notes import tell
@@ -103,12 +103,8 @@ def _fitted(rows: list[tuple[str, ...]], width: int) -> list[tuple[str, ...]]:
         excess = sum(widths) + COLUMN_GAP * (len(widths) - 1) - width
         if excess > 0:
             max_width = max(MIN_CELL_WIDTH, widths[place] - excess)
-            rows = [(*row[:place], _cut(row[place], max_width), *row[place + 1 :]) for row in rows]
+            rows = [(*row[:place], shortened(row[place], max_width), *row[place + 1 :]) for row in rows]
     return rows
-
-
-def _cut(text: str, max_width: int) -> str:
-    return text if len(text) <= max_width else f"{text[: max_width - 1]}…"
 
 
 def verify_conversations(store: HistoryStore) -> int:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -197,9 +197,6 @@ class ConversationCounts:
         self.conversations += 1
         self.turns += len(conversation.turns)
         self.answers += len(conversation.answers)
-
-    def counts(self) -> dict[str, int]:
-        return asdict(self)
 
     def in_words(self) -> str:
         texts = f", {count_of(self.texts, 'plain text')}" if self.texts else ""

@@ -215,10 +215,6 @@ class ReplayMethod:
     """If ``draft_tokens`` is None and ``curve`` is given, the curve decides how many draft tokens pay."""
     curve: CostCurve | None = None
 
-    @property
-    def needs_logits(self) -> bool:
-        return self.config.method in READ_LOGITS
-
     def budget(self) -> FixedBudget | CostBudget:
         if self.config.draft_tokens is None and self.curve:
             return CostBudget(self.curve)
@@ -252,7 +248,7 @@ def _replay_turns(
 ) -> ReplayResult:
     budget = contender.budget()
     drafter = drafter_with_budget(lambda: budget, contender.config, with_own_history(store_set, contender.config))
-    engine = RecordingEngine(RecordedLogits((*warm, *turns)) if contender.needs_logits else None)
+    engine = RecordingEngine(RecordedLogits((*warm, *turns)) if contender.config.method in READ_LOGITS else None)
     replayer = Replayer(drafter, engine, budget)
 
     def replay_turns(turns_to_replay: Sequence[RecordedTurn]) -> Iterator[ReplayedTurn]:
