@@ -169,11 +169,15 @@ class TestVerdict:
     def replayed(self, **changed: Any) -> Verdict:
         return Verdict("my model", {**self.STAGES, "replay": {**self.STAGES["replay"], **changed}}, (), GREEDY)
 
-    def test_only_identical_answers_are_called_the_same(self) -> None:
+    def test_answers_that_differ_at_near_ties_are_lossless_and_others_are_not(self) -> None:
         assert any(line.endswith("times as fast, with the same answers") for line in self.verdict().lines())
         near = self.verdict(identical=3, near_ties=1)
-        assert near.lossless
+        assert near.lossless and near.pays
         assert any(line.endswith("with answers that differ at near ties only") for line in near.lines())
+        assert "3 of 4 answers identical, 1 differs at near ties" in near.lines()[1]
+        wrong = self.verdict(identical=3)
+        assert not wrong.pays
+        assert "NOT lossless: run hdtool verify 'my model' --threads 2 and report" in wrong.lines()[3]
 
     def test_more_answers_follow_from_the_learning_curve(self) -> None:
         """A doubling brought 2.0 / 1.9, so 5 % take log 1.05 / log (2.0 / 1.9) doublings: 0.951, or 934 answers."""
@@ -275,19 +279,35 @@ class TestVerdict:
         wrong = Verdict("m", {**stages, "answers": {**stages["answers"], "identical": 1}}, (), GREEDY)
         assert wrong.pays is False and "NOT lossless" in wrong.lines()[3]
 
-    def test_near_ties_are_lossless_and_other_differences_are_not(self) -> None:
-        assert self.verdict(identical=3, near_ties=1).pays
-        assert "3 of 4 answers identical, 1 differs at near ties" in self.verdict(identical=3, near_ties=1).lines()[1]
-        wrong = self.verdict(identical=3)
-        assert not wrong.pays
-        assert "NOT lossless: run hdtool verify 'my model' --threads 2 and report" in wrong.lines()[3]
-
 
 @pytest.fixture
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A home of its own, and measurements that take no time."""
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(measure_passes, "REPETITIONS", 1)
+
+
+def interrupt(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def stub_stages(monkeypatch: pytest.MonkeyPatch, names: Sequence[str], interrupted: Sequence[str] = ()) -> list[str]:
+    """Let stages measure nothing, and end those in ``interrupted`` once. The list grows by the stages that run."""
+    ran: list[str] = []
+
+    def stub(stage: str) -> Callable[[Stages], dict[str, Any]]:
+        def run_stage(_: Stages) -> dict[str, Any]:
+            ran.append(stage)
+            if stage in interrupted and ran.count(stage) == 1:
+                raise KeyboardInterrupt
+            return TestVerdict.STAGES[stage]
+
+        return run_stage
+
+    for stage, method in zip(ALL_STAGES, METHODS, strict=True):
+        if stage in names:
+            monkeypatch.setattr(Stages, method, stub(stage))
+    return ran
 
 
 def test_drafters_of_a_checkpoint_and_in_its_folder_are_found(
@@ -396,28 +416,13 @@ class TestCommand:
         self, stopped: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Ctrl-C in a stage; the stages are stubs, so that only their order and their results count."""
-        ran: list[str] = []
-        interrupted = [stopped]
-
-        def stub(stage: str) -> Callable[[Stages], dict[str, Any]]:
-            def run_stage(self: Stages) -> dict[str, Any]:
-                ran.append(stage)
-                if stage in interrupted:
-                    interrupted.clear()
-                    raise KeyboardInterrupt
-                return TestVerdict.STAGES[stage]
-
-            return run_stage
-
-        for stage, method in zip(ALL_STAGES, METHODS, strict=True):
-            monkeypatch.setattr(Stages, method, stub(stage))
+        ran = stub_stages(monkeypatch, ALL_STAGES, [stopped])
         monkeypatch.setattr(WorkFolder, "forget", lambda *_: None)  # stubs write no files
         assert run(COMMAND) == 130
         place = ALL_STAGES.index(stopped)
         assert ran == list(ALL_STAGES[: place + 1])
-        ran.clear()
         assert run(COMMAND) == 0
-        assert ran == list(ALL_STAGES[place:])
+        assert ran[place + 1 :] == list(ALL_STAGES[place:])
         assert "drafting pays" in capsys.readouterr().out
 
     def test_another_store_is_replaced_only_on_request(
@@ -431,13 +436,10 @@ class TestCommand:
                 raise KeyboardInterrupt
             finish(self, stage, result)
 
-        def stop(self: Stages) -> dict[str, Any]:
-            raise KeyboardInterrupt
-
         monkeypatch.setattr(WorkFolder, "finish", killed)
         assert run(COMMAND) == 130
         monkeypatch.setattr(WorkFolder, "finish", finish)
-        monkeypatch.setattr(Stages, "_measure_passes", stop)
+        monkeypatch.setattr(Stages, "_measure_passes", interrupt)
         assert run(COMMAND) == 130, "the store is its own"
         capsys.readouterr()
         other = [*COMMAND, "--held-out-fraction", "0.3"]
@@ -448,54 +450,38 @@ class TestCommand:
     @pytest.fixture
     def measured(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """The stages that measure, in the order in which they run; they measure nothing."""
-        ran: list[str] = []
+        return stub_stages(monkeypatch, ALL_STAGES[2:])
 
-        def stub(stage: str) -> Callable[[Stages], dict[str, Any]]:
-            def run_stage(_: Stages) -> dict[str, Any]:
-                ran.append(stage)
-                return TestVerdict.STAGES[stage]
-
-            return run_stage
-
-        for stage, method in list(zip(ALL_STAGES, METHODS, strict=True))[2:]:
-            monkeypatch.setattr(Stages, method, stub(stage))
-        return ran
-
+    @pytest.mark.parametrize(("stage", "options"), [("answers", []), ("passes", ["--temperature", "0.7"])])
     def test_measurements_of_a_busy_machine_are_made_again(
-        self, measured: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self,
+        stage: str,
+        options: list[str],
+        measured: list[str],
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
+        """Also passes, if only the answers depend on other options."""
         with monkeypatch.context() as busy:
-            busy.setitem(TestVerdict.STAGES["answers"], "doubt", "No speed-up is stated, because of others.")
+            busy.setitem(TestVerdict.STAGES[stage], "doubt", "No speed-up is stated, because of others.")
             assert run(COMMAND) == 0
             assert "others, with the same command." in capsys.readouterr().out
         for _ in range(2):
-            assert run(COMMAND) == 0
+            assert run([*COMMAND, *options]) == 0
             assert "drafting pays: 1.95 times" in capsys.readouterr().out
         assert measured == 2 * ["passes", "replay", "answers"], "times that are sound are kept"
-
-    def test_passes_of_a_busy_machine_are_measured_again_for_other_answers(
-        self, measured: list[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        with monkeypatch.context() as busy:
-            busy.setitem(TestVerdict.STAGES["passes"], "doubt", "No speed-up is stated, because of others.")
-            assert run(COMMAND) == 0
-        assert run([*COMMAND, "--temperature", "0.7"]) == 0
-        assert measured == 2 * ["passes", "replay", "answers"]
 
     @pytest.mark.long
     def test_rankings_stay_when_answers_join_them_and_can_be_added(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        def stop(self: Stages) -> dict[str, Any]:
-            raise KeyboardInterrupt
-
         def counts() -> dict[str, int]:
             capsys.readouterr()
             assert run(["stores", "--json"]) == 0
             (store,) = (one for one in json.loads(capsys.readouterr().out)["stores"] if one["kind"] == "model")
             return read_manifest(Path(store["folder"])).counts
 
-        monkeypatch.setattr(Stages, "_measure_passes", stop)
+        monkeypatch.setattr(Stages, "_measure_passes", interrupt)
         assert run(["build-model-db", "--model", str(demo.MODEL), "--rankings", "--quiet"]) == 0
         assert (counts()["rankings"], counts()["documents"]) == (4096, 0)
         assert run(COMMAND) == 130, "rankings alone need no --replace"
@@ -590,14 +576,17 @@ class TestCommand:
         assert sorted((tmp_path / "home").rglob("*")) == before
 
     def test_a_dry_run_says_what_becomes_of_stores_and_stages(
-        self, measured: list[str], capsys: pytest.CaptureFixture[str]
+        self, measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         def dry_run(*options: str) -> str:
             capsys.readouterr()
             assert run([*COMMAND, *options, "--dry-run"]) == 0
             return capsys.readouterr().out
 
-        assert "model     goes to " in dry_run() and "done before" not in dry_run()
+        shown = dry_run()
+        assert "32 conversations in 1 file, 4 held out" in shown and "5/5" in shown
+        assert "model     goes to " in shown and "done before" not in shown
+        assert not (tmp_path / "home").exists(), "a dry run changes nothing"
         assert run(COMMAND) == 0
         assert "model     was built before and stays in " in (shown := dry_run())
         assert shown.count("done before") == len(ALL_STAGES)
@@ -699,12 +688,6 @@ class TestCommand:
         assert run([*command, "--max-bad-fraction", "0.9"]) == 0
         printed = capsys.readouterr()
         assert " in 3 files" in printed.out and printed.err.count("left out: ") == 2
-
-    def test_a_dry_run_changes_nothing(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert run([*COMMAND, "--dry-run"]) == 0
-        shown = capsys.readouterr().out
-        assert "32 conversations in 1 file, 4 held out" in shown and "5/5" in shown
-        assert not (tmp_path / "home").exists()
 
 
 @pytest.mark.long
