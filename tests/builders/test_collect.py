@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from hdtool.cli.app import run
 from hdtool.data import demo
 from tests.support.commands import complaint
-from tests.support.processes import HDTOOL, start, wait_until
 
 pytestmark = pytest.mark.usefixtures("known_cost")
 
@@ -59,23 +58,6 @@ def test_a_line_cut_short_is_answered_again(asked: list[str]) -> None:
         out.write_bytes(whole[:kept])
         assert run(asked) == 0
         assert out.read_bytes() == whole
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("times", [1, pytest.param(6, marks=pytest.mark.exhaustive)])
-def test_a_killed_collect_goes_on(times: int, asked: list[str]) -> None:
-    out = Path(asked[4])
-
-    def size() -> int:
-        return out.stat().st_size if out.exists() else 0
-
-    for _ in range(times):
-        before = size()
-        with start([*HDTOOL, *asked]) as process:
-            wait_until(process, lambda before=before: size() > before)  # type: ignore[misc]
-            process.send_signal(signal.SIGKILL)
-    assert run(asked) == 0
-    assert [row["id"] for row in rows_of(asked)] == [row["id"] for row in PROMPTS]
 
 
 def test_answers_of_other_settings_or_prompts_are_not_mixed(
@@ -167,20 +149,15 @@ def test_a_lock_file_of_another_origin_is_kept(asked: list[str], capfd: pytest.C
     assert lock.read_text() == "mine"
 
 
-def test_two_at_once_are_told_apart(asked: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    from filelock import FileLock
-
-    Path(asked[4]).parent.mkdir()
-    with FileLock(Path(asked[4]).with_name(".generations.jsonl.lock")):
-        assert "another collect is writing" in complaint(capfd, *asked)
-
-
-def test_two_at_once_are_told_apart_through_a_link(
-    asked: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_link", [False, True])
+def test_two_at_once_are_told_apart(
+    is_link: bool, asked: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from filelock import FileLock
-
-    Path(asked[4]).parent.mkdir()
-    Path(asked[4]).symlink_to(tmp_path / "elsewhere.jsonl")
-    with FileLock(tmp_path / ".elsewhere.jsonl.lock"):
+    """Also if one of them writes through a link."""
+    out = Path(asked[4])
+    out.parent.mkdir()
+    if is_link:
+        out.symlink_to(tmp_path / "elsewhere.jsonl")
+    locked = tmp_path / "elsewhere.jsonl" if is_link else out
+    with FileLock(locked.with_name(f".{locked.name}.lock")):
         assert "another collect is writing" in complaint(capfd, *asked)
