@@ -13,18 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.decoding import METHODS, TRAINED, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import PassOptions, Verified
 from hdtool.runtime.core.tree import UNDETERMINED, DraftTree
-from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.engines.cpu import compile_and_check, layer_kernel, pass_kernel, weight_table
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
 from hdtool.runtime.engines.proofs.probes import PROOF_CONTEXT, some_context
-from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import answer_of, output_tokens, run
+from tests.support.decoding import output_tokens, run
 from tests.support.fused import KINDS, TREE, after, both, compiled, logits_of, model_of, with_compiled_layers
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 
@@ -127,16 +123,6 @@ def test_the_default_dtype_of_torch_changes_no_bit(dtype: torch.dtype) -> None:
     finally:
         torch.set_default_dtype(usual)
     assert all(map(torch.equal, found, expected))
-
-
-@pytest.mark.parametrize("method", sorted(set(METHODS) - set(TRAINED) - {"rest"}))
-@pytest.mark.one_in(2)
-def test_every_method_gives_the_answer_of_plain_decoding(method: str) -> None:
-    _, fused = both("qwen3")
-    prompt = prompt_of(12) * 3
-    plain = answer_of(fused, prompt, SamplingConfig())
-    drafter = drafter_with_budget(lambda *_: FixedBudget(9), DecodeConfig(method), StoreSet(), fused)
-    assert answer_of(fused, prompt, SamplingConfig(), drafter=drafter) == plain
 
 
 @pytest.mark.parametrize("slots", [1, 2])
