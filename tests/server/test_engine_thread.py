@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from hdtool.data.errors import PromptError
 from hdtool.runtime.answering.answer_plan import AnswerPlan
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import SamplingConfig
@@ -53,13 +52,6 @@ def test_cancelled_answers_take_no_place_among_those_that_wait(loaded: Loaded) -
     first.is_cancelled = True
     engine.submit([third])
     assert engine.waiting == 2
-
-
-def test_more_answers_than_may_ever_wait_are_refused_for_good(loaded: Loaded) -> None:
-    decoding = DecodeConfig(method="ar")
-    _, engine = engine_of(loaded, decoding)
-    with pytest.raises(PromptError, match="asks for 3 answers, and this server takes at most 2 at once"):
-        engine.submit([AnswerJob("", PLAN, nothing) for _ in range(3)])
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])

@@ -13,7 +13,7 @@ from typing import cast
 
 import numpy as np
 
-from hdtool.data.errors import HdtoolError, PromptError
+from hdtool.data.errors import HdtoolError
 from hdtool.data.stores.tenant import Tenant
 from hdtool.runtime.answering.answer_plan import AnswerPlan
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
@@ -92,15 +92,6 @@ def _as_array(tokens: Sequence[int]) -> Sequence[int]:
     return cast(Sequence[int], np.array(tokens, np.int64))
 
 
-def refuse_too_many(answers: int, max_waiting: int) -> None:
-    """Raise PromptError if a request asks for more answers than may ever wait."""
-    if answers > max_waiting:
-        raise PromptError(
-            f"the request asks for {answers} answers, and this server takes at most {max_waiting} at once: send fewer "
-            "prompts or a lower n"
-        )
-
-
 class EngineThread:
     """Runs jobs as a batch in one thread, and starts them in the order of submission."""
 
@@ -152,11 +143,7 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, jobs: Sequence[AnswerJob]) -> None:
-        """Queue the jobs of a request; raise PromptError if they are more than may ever wait.
-
-        Raise OverloadError if more than ``max_waiting`` would wait now, or the server is stopping.
-        """
-        refuse_too_many(len(jobs), self._max_waiting)
+        """Queue the jobs of a request; raise OverloadError if too many would wait, or if the server is stopping."""
         with self._condition:
             if len(self._waiting) + len(jobs) > self._max_waiting:
                 self._waiting = deque(job for job in self._waiting if not job.is_cancelled)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transformers import LogitsProcessor
 
 from hdtool.data.chat import encode_answer, encode_text, read_conversation
-from hdtool.data.errors import HdtoolError, lone_surrogate
+from hdtool.data.errors import HdtoolError, PromptError, lone_surrogate
 from hdtool.data.prompts import Grammar, grammar_of, prediction_of, tools_of
 from hdtool.runtime.answering.answer_plan import AnswerPlan, compiler_for, plan_answer
 from hdtool.runtime.config.decoding import HIERARCHIES, DecodeConfig
@@ -25,7 +25,7 @@ from hdtool.runtime.core.step import Step
 from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.generation.text_stream import TextStream, text_of
 from hdtool.runtime.integrations.server.call_grammar import arguments_schema
-from hdtool.runtime.integrations.server.engine_thread import AnswerJob, refuse_too_many
+from hdtool.runtime.integrations.server.engine_thread import AnswerJob
 from hdtool.runtime.integrations.server.generic_tools import GenericTools
 from hdtool.runtime.integrations.server.logit_processors import AnswerPenalty, LogitBias, LogprobRecorder
 from hdtool.runtime.integrations.server.openai_formats import RequestError, TokenLogprobs
@@ -220,7 +220,11 @@ class Preparer:
         return self._choices(body, prepared)
 
     def _choices(self, body: GenerationRequest, prepared: Sequence[PreparedPrompt]) -> list[PreparedChoice]:
-        refuse_too_many(len(prepared) * (body.n or 1), self._max_answers)
+        if (answers := len(prepared) * (body.n or 1)) > self._max_answers:
+            raise PromptError(
+                f"the request asks for {answers} answers, and this server takes at most {self._max_answers} at once: "
+                "send fewer prompts or a lower n"
+            )
         seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
         biases = self._biases(body.logit_bias or {})
         with self._lock:  # transformers' preparation of ``generate`` is not thread-safe
