@@ -6,7 +6,6 @@ import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 
 from hdtool.runtime.config.draft_sources import SourceId
@@ -116,9 +115,42 @@ class WrappedDrafter(Drafter):
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
 
+    @property
+    def predicts(self) -> bool:
+        return self._drafter.predicts
 
-for _name in (
-    *("seconds", "predicts", "reads_logits", "max_ranked"),
-    *("set_seed", "begin", "predict", "expect", "draft", "forget_tree", "observe", "end"),
-):
-    setattr(WrappedDrafter, _name, property(attrgetter(f"_drafter.{_name}")))
+    @property
+    def seconds(self) -> dict[SourceId, float]:
+        return self._drafter.seconds
+
+    @property
+    def reads_logits(self) -> bool:
+        return self._drafter.reads_logits
+
+    @property
+    def max_ranked(self) -> int:
+        return self._drafter.max_ranked
+
+    def set_seed(self, seed: int | None) -> None:
+        self._drafter.set_seed(seed)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._drafter.begin(prompt)
+
+    def predict(self, prediction: Sequence[int]) -> None:
+        self._drafter.predict(prediction)
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        self._drafter.expect(tokens)
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        return self._drafter.draft(context)
+
+    def forget_tree(self) -> None:
+        self._drafter.forget_tree()
+
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
+        self._drafter.observe(accepted, verified)
+
+    def end(self) -> None:
+        self._drafter.end()
