@@ -32,7 +32,7 @@ def by_rows(tiles: Mapping[int, Tile]) -> Any:
     Arrays are given by address; ``name`` is that of the matrix format.
     """
 
-    @generated(types.int64, *[types.int64] * 5)
+    @generated(types.int64, None, *[types.int64] * 5)
     def run(
         builder: Any, matrix: Any, name: str, columns: Any, inputs: Any, outputs: Any, output_stride: Any, rows: Any
     ) -> None:
