@@ -62,10 +62,11 @@ AVX-512, where rereading inputs is faster than unpacking the matrix again."""
 
 _ROW_OUT_FEATURES = (0, *(tile_out_features(rows) for rows in range(1, MAX_TILE_ROWS + 1)))
 _single = by_rows({1: tile(1, 1)})
-_several = by_rows(
+_few = by_rows({rows: tile(_ROW_OUT_FEATURES[rows], rows) for rows in range(1, MAX_DIRECT_ROWS + 1)})
+_many = by_rows(
     {
-        rows: tile(_ROW_OUT_FEATURES[rows], rows, interleaved=rows > MAX_DIRECT_ROWS)
-        for rows in range(1, MAX_TILE_ROWS + 1)
+        rows: tile(_ROW_OUT_FEATURES[rows], rows, interleaved=True)
+        for rows in range(MAX_DIRECT_ROWS + 1, MAX_TILE_ROWS + 1)
     }
 )
 
@@ -169,9 +170,12 @@ def _tiles_of(format: BlockFormat) -> Any:
         if out_features < TILE_OUT_FEATURES:
             for out in range(out_features):
                 _single(matrix + out * stride, name, columns, inputs, outputs + out * ITEM_SIZE, output_stride, 1)
+        elif rows <= MAX_DIRECT_ROWS:
+            for out in range(0, out_features, _ROW_OUT_FEATURES[rows]):
+                _few(matrix + out * stride, name, columns, inputs, outputs + out * ITEM_SIZE, output_stride, rows)
         else:
             for out in range(0, out_features, _ROW_OUT_FEATURES[rows]):
-                _several(matrix + out * stride, name, columns, inputs, outputs + out * ITEM_SIZE, output_stride, rows)
+                _many(matrix + out * stride, name, columns, inputs, outputs + out * ITEM_SIZE, output_stride, rows)
 
     return multiply_tiles
 
