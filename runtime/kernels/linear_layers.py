@@ -135,7 +135,7 @@ def has_plain_weight(layer: Module) -> bool:
 
 def fits_compiled_matmul(layer: Linear, dtypes: Container[torch.dtype] = (torch.float32,)) -> bool:
     """Return True if the compiled matmul supports the layer, and if its weight has one of ``dtypes``."""
-    weight = getattr(layer, "weight", None)  # some libraries store the weight under another name
+    weight: Any = getattr(layer, "weight", None)  # some libraries store the weight under another name
     return (
         is_readable(weight, dtypes)
         and weight.dim() == 2
