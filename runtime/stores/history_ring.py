@@ -16,7 +16,7 @@ import errno
 import mmap
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from io import FileIO
@@ -111,18 +111,6 @@ class HistoryRing:
         write(self._log, end, overlap, tokens)
         return stop
 
-    def append_spans(self, source_ring: HistoryRing, spans: Ints) -> int:
-        """Copy conversations from another ring into this empty one, and return the position after the last one copied.
-
-        Each row of ``spans`` has the position of an answer's first token, the number of tokens kept from before it, and
-        the number of tokens in the answer.
-        """
-        stop = int(spans[:, 1:].sum()) + len(spans)
-        self._allocate(0, stop)
-        copy_spans(self._log, source_ring._log, spans)
-        self._header[0] = stop
-        return stop
-
     def tokens(self, first: int, count: int) -> Ints:
         """Return a copy of the ``count`` tokens from position ``first`` on."""
         positions = np.arange(first, first + count) & (self.size - 1)
@@ -188,20 +176,6 @@ def write(memory: Ints, position: int, overlap: Ints, tokens: Ints) -> None:
         entries[position & mask, TOKEN], entries[position & mask, PREVIOUS] = token, 0
         link(log, position)
         position += 1
-
-
-@compiled
-def copy_spans(memory: Ints, source_ring: Ints, spans: Ints) -> None:
-    """Copy conversations from another ring, one after another; see ``HistoryRing.append_spans``."""
-    source, mask = entries_of(source_ring[0]), source_ring[0].size - 1
-    position = 0
-    for number in range(len(spans)):
-        first, overlap, count = spans[number]
-        tokens = np.empty(overlap + count, np.int32)
-        for at in range(overlap + count):
-            tokens[at] = source[(first - overlap + at) & mask, TOKEN]
-        write(memory, position, tokens[:overlap], tokens[overlap:])
-        position += 1 + overlap + count
 
 
 @compiled
@@ -285,7 +259,7 @@ def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, max
             if is_new_history(folder):
                 require_room(folder)
                 size = min(NEW_STORE_POSITIONS, positions_within(max_bytes))
-                _write(folder, HistoryManifest(tokenizer, model, max_bytes, size, secrets.token_hex(4)), None, ())
+                _write(folder, HistoryManifest(tokenizer, model, max_bytes, size, secrets.token_hex(4)))
 
 
 def require_room(folder: Path, needed: int = 0) -> None:
@@ -335,7 +309,11 @@ def rebuild(folder: Path, old: OpenFiles, kept: Sequence[StoredConversation], si
     """
     with _locked(folder, old):
         manifest = replace(old.manifest, size=size or old.manifest.size, build=secrets.token_hex(4))
-        _write(folder, manifest, old.ring, kept)
+        _write(
+            folder,
+            manifest,
+            ((each, old.ring.tokens(each.first - each.before, each.before + each.tokens)) for each in kept),
+        )
 
 
 @contextmanager
@@ -347,21 +325,18 @@ def _locked(folder: Path, old: OpenFiles) -> Iterator[None]:
         yield
 
 
-def _write(
-    folder: Path, manifest: HistoryManifest, old: HistoryRing | None, kept: Sequence[StoredConversation]
-) -> None:
-    """Write the new files and then the manifest that names them, and delete the old files.
+def _write(folder: Path, manifest: HistoryManifest, kept: Iterable[tuple[StoredConversation, Ints]] = ()) -> None:
+    """Write new files with conversations, then the manifest that names these files, and delete the old files.
 
+    ``kept`` are the conversations with their tokens, oldest first, including those from before the answers.
     On an error before the manifest is replaced, the new files are deleted and the old ones stay in use.
     """
     try:
         ring, end = create_ring(folder, manifest), 0
-        moved = []
-        if old and kept:
-            spans = np.array([(each.first, each.before, each.tokens) for each in kept])
-            end = ring.append_spans(old, spans)
-            firsts = np.cumsum(1 + spans[:, 1] + spans[:, 2]) - spans[:, 2]
-            moved = [each._replace(number=n, first=int(firsts[n])) for n, each in enumerate(kept)]
+        moved = list[StoredConversation]()
+        for each, tokens in kept:
+            end = ring.append(end, tokens[: each.before], tokens[each.before :])
+            moved.append(each._replace(number=len(moved), first=end - each.tokens))
         path = manifest.path(folder, "conversations")
         create_empty(path)
         RecordFile.created(path, positions_within(manifest.max_bytes), StoreState(end, len(moved)), moved)
