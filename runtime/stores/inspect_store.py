@@ -65,7 +65,8 @@ def _of_corpus(index: CorpusIndex, context: list[int]) -> Iterator[FoundContinua
         found = index.after(context[-length:], MAX_FOUND)
         if len(found.tokens):
             counts = found.counts.tolist()
-            shown = sorted(np.flatnonzero(found.parents == ROOT), key=lambda node: (-counts[node], found.tokens[node]))
+            first: list[int] = np.flatnonzero(found.parents == ROOT).tolist()
+            shown = sorted(first, key=lambda node: (-counts[node], found.tokens[node]))
             for node in shown[:MAX_SHOWN]:
                 yield found.matched, _path(found, node), counts[node]
             return
@@ -78,7 +79,7 @@ def _path(found: Continuations, node: int) -> list[int]:
         (children,) = np.nonzero((found.parents == node) & (found.counts == count))
         if not len(children):
             break
-        node = children[0]
+        node = int(children[0])
         path.append(int(found.tokens[node]))
     return path
 

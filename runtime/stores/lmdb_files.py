@@ -32,7 +32,7 @@ def opened_once(path: Path, open_file: Callable[[Path], T]) -> T:
     with _opening:
         if (file := _opened.get(name)) is None:
             file = _opened[name] = open_file(Path(name))
-    return file  # type: ignore[no-any-return]
+    return file
 
 
 LMDB_MAGIC = 0xBEEFC0DE
