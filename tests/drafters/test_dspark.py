@@ -19,7 +19,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.standalone_drafter import StandaloneDrafter
-from hdtool.runtime.drafters.trained import path_drafting, sequential
+from hdtool.runtime.drafters.trained import path_drafting
 from hdtool.runtime.drafters.trained.checkpoints import PublishedDrafter
 from hdtool.runtime.drafters.trained.dflash import DFlashPasses
 from hdtool.runtime.drafters.trained.dflash_checkpoints import DFlashModel, load_dflash
@@ -300,7 +300,8 @@ def test_starting_a_pass_and_waiting_for_it_both_cost_time(tmp_path: Path, monke
     model, ticks, told = six_layers(), count(), list[float]()
     target = Target(model)
     drafter = drafter_of(block_drafter(tmp_path, model, markov="vanilla"), target)
-    monkeypatch.setattr(sequential, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    monkeypatch.setattr("hdtool.runtime.drafters.trained.block_drafter.time", clock)
     monkeypatch.setattr(FixedBudget, "set_draft_seconds", lambda budget, seconds: told.append(seconds))
     answer_of(target, prompt_of(20), max_new_tokens=4, drafter=drafter)
     assert told and set(told) == {2.0}, "one tick to start it, and one to wait for it"
