@@ -103,6 +103,7 @@ def test_the_first_answer_has_its_prediction(embedded: Loaded) -> None:
 
 
 def test_rounds_turn_as_well_and_the_one_of_median_speed_counts(embedded: Loaded) -> None:
+    """Of two rounds, the slower one."""
     log: list[tuple[str, str]] = []
     contenders = {
         "a": Scripted("a", log, embedded, [5.0, 1.0, 3.0]),
@@ -114,11 +115,7 @@ def test_rounds_turn_as_well_and_the_one_of_median_speed_counts(embedded: Loaded
     assert [turn.seconds for turn in found["a"].turns] == [3.0]
     assert found["a"].seconds_rounds == ((5.0,), (1.0,), (3.0,))
     assert [turn.seconds for turn in found["b"].turns] == [1.0]
-
-
-def test_of_two_rounds_the_slower_counts(embedded: Loaded) -> None:
-    bench = Bench(embedded, {"a": Scripted("a", [], embedded, [1.0, 2.0])}, max_new_tokens=8, rounds=2)
-    (found,) = bench.answers([question("1")])
+    (found,) = Bench(embedded, {"a": Scripted("a", log, embedded, [1.0, 2.0])}, 8, rounds=2).answers([question("1")])
     assert found["a"].turns[0].seconds == 2.0
 
 
@@ -573,6 +570,7 @@ def test_two_at_once_are_told_apart(tmp_path: Path, capfd: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "said", "code"),
     [
+        (["--out", "{out}/file"], "cannot be written", 1),
         (["--questions", "no-such.jsonl"], "no-such.jsonl does not exist", 1),
         (["--methods", "ar,warp"], "--methods must be names from generate, generate-pld", 2),
         (["--methods", ""], "--methods must be names", 2),
@@ -603,13 +601,9 @@ def test_two_at_once_are_told_apart(tmp_path: Path, capfd: pytest.CaptureFixture
 def test_mistakes_are_told_in_a_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], said: str, code: int
 ) -> None:
-    out = tmp_path / "out"
-    assert said in complaint(capfd, "bench", "--out", str(out), *QUICK, *arguments, code=code)
-
-
-def test_results_that_cannot_be_written_are_a_mistake_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    assert "cannot be written" in complaint(capfd, "bench", "--methods", "ar", "--out", str(tmp_path / "file"), *QUICK)
+    arguments = [argument.replace("{out}", str(tmp_path)) for argument in arguments]
+    assert said in complaint(capfd, "bench", "--out", str(tmp_path / "out"), *QUICK, *arguments, code=code)
 
 
 def test_all_that_can_run_runs() -> None:
