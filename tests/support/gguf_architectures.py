@@ -36,7 +36,7 @@ try:
 except ImportError:  # before 5.23
     GGUF_ARCHS, GGML_NAME = {}, {}
 
-from tests.support.gguf_files import written
+from tests.support.gguf_files import add_tokenizer, written
 from tests.support.packed_blocks import SCALES
 
 VOCABULARY, LAYERS = 301, 2
@@ -243,11 +243,7 @@ def _writer(path: Path, architecture: Architecture, tensors_of_part: int = 0) ->
             writer.add_float32(key, value)
         else:
             writer.add_uint32(key, value)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"<{number}>" for number in range(VOCABULARY)])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
-    writer.add_pad_token_id(0)
+    add_tokenizer(writer, VOCABULARY)
     return writer
 
 
