@@ -62,16 +62,6 @@ def test_readers_keep_the_store_that_they_opened(tmp_path: Path) -> None:
         assert reader.read() == b"old"
 
 
-def test_a_failing_build_changes_nothing(tmp_path: Path) -> None:
-    build(tmp_path, b"old")
-    before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(ZeroDivisionError), building(tmp_path) as store:
-        store.path("heads").write_bytes(b"half")
-        _ = 1 / 0
-    assert content_of(tmp_path) == b"old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-
-
 def test_a_failing_build_leaves_nothing_where_nothing_was(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "empty", tmp_path / "new" / "store"):
