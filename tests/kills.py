@@ -44,8 +44,7 @@ from hdtool.data.stores.store_folder import damaged_files, read_manifest
 from hdtool.runtime.drafters.heads.checkpoint import SETTINGS_FILE, WEIGHTS_FILE
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
-from tests.support import scratch as commands
-from tests.support.scratch import Scratch, new_scratch
+from tests.support.scratch import BOTH, INPUTS, Scratch, new_scratch
 
 FOREIGN = {
     "thesis.tex": b"\\begin{document}",
@@ -87,14 +86,24 @@ class Job:
     """A command, what is there before it, and what may be there after a kill."""
 
     name: str
-    arguments: Callable[[Scratch, Path], list[str]]
+    command: str
     check: Callable[[Path, Path, Path | None], None]
     """Raise ``LossError`` unless what is at a place may be left by a kill, given the finished place and the old one."""
-    old: Callable[[Scratch], Path] | None = None
-    """What is at the place before; nothing as a rule."""
+    kind: str = "corpus"
+    """The kind of the stores."""
+    before: str = ""
+    """What is at the place before: a store, by its name, or heads; nothing as a rule."""
     into_file: bool = False
     once: bool = False
     """Whether the command refuses to do again what it has done."""
+
+    def arguments(self, scratch: Scratch, folder: Path) -> list[str]:
+        return scratch.command(self.command, self.place(folder), self.kind, BOTH)
+
+    def old(self, scratch: Scratch) -> Path | None:
+        if not self.before:
+            return None
+        return scratch.root / "heads" if self.before == "heads" else scratch.store(self.kind, self.before)
 
     def place(self, folder: Path) -> Path:
         return folder / "out.jsonl" if self.into_file else folder
@@ -144,36 +153,15 @@ def check_heads(found: Path, new: Path, old: Path | None) -> None:
             raise LossError(f"{WEIGHTS_FILE} is neither the old nor the new one")
 
 
-def _build(kind: str) -> Callable[[Scratch, Path], list[str]]:
-    def arguments(scratch: Scratch, out: Path) -> list[str]:
-        return commands.BUILDS[kind](scratch, out, [str(scratch.inputs / name) for name in commands.INPUTS[kind]])
-
-    return arguments
-
-
-def _reworked(name: str, old: str | None) -> list[Job]:
-    def job(kind: str) -> Job:
-        def arguments(scratch: Scratch, out: Path) -> list[str]:
-            return commands.REWORKED[name](scratch, out, kind)
-
-        start = (lambda scratch: scratch.store(kind, old)) if old else None
-        return Job(f"{name} ({kind})", arguments, check_store, start, once=name != "merge")
-
-    return [job(kind) for kind in commands.BUILDS]
-
-
 JOBS = (
-    *(Job(f"build-{kind}-db", _build(kind), check_store) for kind in commands.BUILDS),
-    *(
-        Job(f"build-{kind}-db again", _build(kind), check_store, lambda scratch, kind=kind: scratch.store(kind, "one"))  # type: ignore[misc]
-        for kind in commands.BUILDS
-    ),
-    *_reworked("merge", None),
-    *_reworked("add", "one"),
-    *_reworked("drop", "both"),
-    Job("collect", commands.collect, check_answers, into_file=True),
-    Job("train-heads", commands.train_heads, check_heads),
-    Job("train-heads again", commands.train_heads, check_heads, lambda scratch: scratch.root / "heads"),
+    *(Job(f"build-{kind}-db", f"build-{kind}-db", check_store, kind) for kind in INPUTS),
+    *(Job(f"build-{kind}-db again", f"build-{kind}-db", check_store, kind, "one") for kind in INPUTS),
+    *(Job(f"merge ({kind})", "merge", check_store, kind) for kind in INPUTS),
+    *(Job(f"add ({kind})", "add", check_store, kind, "one", once=True) for kind in INPUTS),
+    *(Job(f"drop ({kind})", "drop", check_store, kind, "both", once=True) for kind in INPUTS),
+    Job("collect", "collect", check_answers, into_file=True),
+    Job("train-heads", "train-heads", check_heads),
+    Job("train-heads again", "train-heads", check_heads, before="heads"),
 )
 
 
@@ -186,7 +174,7 @@ class Trial:
     def __init__(self, job: Job, scratch: Scratch, chance: Random) -> None:
         self.name = job.name
         self._job, self._scratch, self._chance = job, scratch, chance
-        self._old = job.old(scratch) if job.old else None
+        self._old = job.old(scratch)
         self._folder = scratch.root / "out"
         finished = scratch.root / "finished" / job.name.replace(" ", "-")
         self._new = job.place(finished)
@@ -237,7 +225,7 @@ class Trial:
         self.counted.runs += 1
         after = self._chance.uniform(0, self.counted.seconds)
         start = time.perf_counter()
-        code = run_once(self._job.arguments(self._scratch, self._job.place(self._folder)), kill_after=after)
+        code = run_once(self._job.arguments(self._scratch, self._folder), kill_after=after)
         if code == -signal.SIGKILL:
             self.counted.killed += 1
         else:  # the machine is faster by now than when it was measured
@@ -256,7 +244,7 @@ class Trial:
 
     def _finish(self) -> None:
         again = ["merge", str(self._folder), "--out", str(self._folder)]  # builds the store that is there once more
-        code = run_once(again if self._is_done() else self._job.arguments(self._scratch, self._job.place(self._folder)))
+        code = run_once(again if self._is_done() else self._job.arguments(self._scratch, self._folder))
         if code == -signal.SIGKILL:
             raise LossError(f"the command did not end within {HANGS:.0f} seconds")
         if code:
@@ -305,8 +293,8 @@ def prepare(root: Path) -> Scratch:
     """A scratch folder; the commands run once in this process, so that the children find everything loaded."""
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as errors:
         scratch = new_scratch(root)
-        for name, arguments in (("answers.jsonl", commands.collect), ("heads", commands.train_heads)):
-            if run(arguments(scratch, root / name)):
+        for name, command in (("answers.jsonl", "collect"), ("heads", "train-heads")):
+            if run(scratch.command(command, root / name)):
                 raise SystemExit(f"{name} cannot be prepared: {errors.getvalue()}")
     if threads := len(list(Path("/proc/self/task").iterdir())) - 1:
         raise SystemExit(f"this process has {threads} threads besides the main one, so that it cannot be forked")

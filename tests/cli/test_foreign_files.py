@@ -13,7 +13,6 @@ import pytest
 
 from hdtool.cli.app import run
 from hdtool.data.own_files import PNG_ENTRY, PNG_MAGIC
-from tests.support import scratch as commands
 from tests.support.scratch import Scratch, new_scratch
 
 TEXT = "one line without its end"
@@ -53,7 +52,7 @@ OWN_NAMES = (
 class Command:
     """A command that writes to one place."""
 
-    arguments: Callable[[Scratch, Path], list[str]]
+    name: str
     into_file: bool = False
     """Whether the place is a file; it is a folder as a rule."""
     begin_with: str | None = None
@@ -64,39 +63,25 @@ class Command:
     """The input that a file would replace."""
 
 
-def _build(kind: str) -> Callable[[Scratch, Path], list[str]]:
-    def arguments(scratch: Scratch, out: Path) -> list[str]:
-        return commands.BUILDS[kind](scratch, out, [str(scratch.inputs / commands.INPUTS[kind][0])])
-
-    return arguments
-
-
-def _build_at_home(scratch: Scratch, out: Path) -> list[str]:
-    asked = _build("model")(scratch, out)
-    place = asked.index("--out")
-    return [*asked[:place], *asked[place + 2 :]]
-
-
-def _cost_at_home(scratch: Scratch, out: Path) -> list[str]:
-    return commands.bench_cost(scratch, scratch.root / "costs")
-
-
 COMMANDS = {
-    "build-model-db": Command(_build("model")),
-    "build-corpus-db": Command(_build("corpus")),
-    "merge": Command(commands.merge),
-    "add": Command(commands.add, begin_with="one"),
-    "drop": Command(commands.drop, begin_with="both"),
-    "collect": Command(commands.collect, into_file=True),
-    "convert": Command(commands.convert, into_file=True, input="answers.jsonl"),
-    "train-heads": Command(commands.train_heads),
-    "bench": Command(commands.bench),
-    "bench-cost": Command(commands.bench_cost),
-    "bench --report": Command(commands.bench_report),
-    "replay --steps": Command(commands.replay_steps, into_file=True, input="answers.jsonl"),
-    "replay --report": Command(commands.replay_report),
-    "a build at home": Command(_build_at_home, at_home=True),
-    "a cost at home": Command(_cost_at_home, at_home=True),
+    command.name: command
+    for command in (
+        Command("build-model-db"),
+        Command("build-corpus-db"),
+        Command("merge"),
+        Command("add", begin_with="one"),
+        Command("drop", begin_with="both"),
+        Command("collect", into_file=True),
+        Command("convert", into_file=True, input="answers.jsonl"),
+        Command("train-heads"),
+        Command("bench"),
+        Command("bench-cost"),
+        Command("bench --report"),
+        Command("replay --steps", into_file=True, input="answers.jsonl"),
+        Command("replay --report"),
+        Command("a build at home", at_home=True),
+        Command("a cost at home", at_home=True),
+    )
 }
 
 
@@ -106,9 +91,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
 
 
 @pytest.fixture
-def scratch(template: Scratch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scratch:
+def scratch(home: Path, template: Scratch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scratch:
     found = template.copied_to(tmp_path / "scratch")
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(found.root)
     # Drawing takes seconds; only the names and the origin of pictures matter here.
     monkeypatch.setattr("hdtool.builders.evaluation.report.pages.render_png", lambda *_: PNG_MAGIC + PNG_ENTRY)
@@ -139,7 +123,7 @@ def contents(root: Path) -> dict[str, str]:
 def carried_out(command: Command, scratch: Scratch, out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     if command.at_home:
         monkeypatch.setenv("HDTOOL_HOME", str(out))
-    return run(command.arguments(scratch, out))
+    return run(scratch.command(command.name, out))
 
 
 def place_in(command: Command, folder: Path) -> Path:
@@ -165,7 +149,7 @@ def _our_own(command: Command, scratch: Scratch) -> Path:
         shutil.copytree(scratch.store("corpus", command.begin_with), out)
     else:
         out.parent.mkdir(exist_ok=True)
-        assert run(command.arguments(scratch, out)) == 0
+        assert run(scratch.command(command.name, out)) == 0
     return out
 
 

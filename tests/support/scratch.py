@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +13,37 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from hdtool.cli.app import run
 from hdtool.data import demo
 
-QUIET = ["--quiet"]
-TINY = ["--max-new-tokens", "4", "--threads", "1"]
-NO_STORES = ["--model-db", "none", "--corpus-db", "none"]
+TINY = "--max-new-tokens 4 --threads 1 --quiet"
+NO_STORES = "--model-db none --corpus-db none"
+BENCH = (
+    f"bench --questions {{prompts}} --model {{model}} {NO_STORES} --methods ar,pld --num-prompts 1 --warm-up 0 {TINY}"
+)
+COST = "bench-cost --model {model} --contexts 8 --threads 1 --quiet"
+REPLAY = f"replay --traces {{answers}} --model {{model}} --methods pld --limit 1 {NO_STORES} --workers 1 --quiet"
+COMMANDS = {
+    "build-model-db": "build-model-db {inputs} --model {model} --out {out} --replace --quiet",
+    "build-corpus-db": "build-corpus-db {inputs} --model {model} --out {out} --replace --quiet",
+    "merge": "merge {one} {two} --out {out} --replace",
+    "add": "add {out} {more} --model {model} --quiet",
+    "drop": "drop {out} --source {more.name}",
+    "collect": f"collect --prompts {{prompts}} --out {{out}} --model {{model}} {TINY}",
+    "convert": "convert {answers} --out {out} --quiet",
+    "train-heads": (
+        "train-heads --from {answers} --out {out} --model {model} --num-heads 2 --lm-head-rank 4 --mlp 8 "
+        "--batch-size 3 --epochs 2 --save-every 1 --device cpu --quiet"
+    ),
+    "bench": BENCH + " --out {out}",
+    "bench-cost": COST + " --out {out}",
+    "bench --report": BENCH + " --out {root}/results --report {out}",
+    "replay --steps": REPLAY + " --steps {out}",
+    "replay --report": REPLAY + " --report {out}",
+    "a build at home": "build-model-db {inputs} --model {model} --replace --quiet",
+    "a cost at home": COST + " --out {root}/costs",
+}
+"""Commands that write to ``out``, by name."""
+INPUTS = {"model": ("answers.jsonl", "more.jsonl"), "corpus": ("corpus.txt", "more.txt")}
+"""Names of the two inputs of a store, by its kind."""
+FIRST, BOTH = slice(1), slice(2)
 WORDS = ("lists", "tuples", "dictionaries", "sets", "strings", "numbers")
 
 
@@ -51,6 +78,17 @@ class Scratch:
         """Return the folder of a store. ``one`` and ``two`` hold one input each, and ``both`` holds both inputs."""
         return self.root / "stores" / kind / name
 
+    def command(self, name: str, out: Path, kind: str = "corpus", inputs: slice = FIRST) -> list[str]:
+        """Return the arguments of a command with stores of a kind; a build reads these of their inputs."""
+        builds_model = COMMANDS[name].startswith("build-model-db")
+        first, more = (self.inputs / each for each in INPUTS["model" if builds_model else kind])
+        places: dict[str, object] = {
+            "inputs": " ".join(f"--from {path}" if builds_model else f"{path}" for path in (first, more)[inputs]),
+            **{each: self.store(kind, each) for each in ("one", "two")},
+            **{each: getattr(self, each) for each in ("root", "model", "prompts", "answers")},
+        }
+        return COMMANDS[name].format(out=out, more=more, **places).split()
+
     def copied_to(self, folder: Path) -> Scratch:
         shutil.copytree(self.root, folder, symlinks=True)
         return Scratch(folder)
@@ -67,11 +105,9 @@ def new_scratch(root: Path) -> Scratch:
         path.write_text("".join(json.dumps(_chat(word, number)) + "\n" for word in WORDS))
     for number, path in enumerate((scratch.corpus, scratch.inputs / "more.txt")):
         path.write_text("".join(f"In Python, {word} are values of kind {number}.\n\n" for word in WORDS))
-    for kind, (first, second) in INPUTS.items():
-        build = BUILDS[kind]
-        paths = [str(scratch.inputs / name) for name in (first, second)]
-        for name, given in (("one", paths[:1]), ("two", paths[1:]), ("both", paths)):
-            made = run(build(scratch, scratch.store(kind, name), given))
+    for kind in INPUTS:
+        for name, inputs in (("one", FIRST), ("two", slice(1, 2)), ("both", BOTH)):
+            made = run(scratch.command(f"build-{kind}-db", scratch.store(kind, name), inputs=inputs))
             assert made == 0, f"{kind} {name}"
     return scratch
 
@@ -99,92 +135,3 @@ def _save_model(folder: Path) -> None:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-INPUTS = {"model": ("answers.jsonl", "more.jsonl"), "corpus": ("corpus.txt", "more.txt")}
-
-
-def build_model_db(scratch: Scratch, out: Path, inputs: list[str]) -> list[str]:
-    given = [part for path in inputs for part in ("--from", path)]
-    return ["build-model-db", *given, "--model", str(scratch.model), "--out", str(out), "--replace", *QUIET]
-
-
-def build_corpus_db(scratch: Scratch, out: Path, inputs: list[str]) -> list[str]:
-    return ["build-corpus-db", *inputs, "--model", str(scratch.model), "--out", str(out), "--replace", *QUIET]
-
-
-BUILDS: dict[str, Callable[[Scratch, Path, list[str]], list[str]]] = {
-    "model": build_model_db,
-    "corpus": build_corpus_db,
-}
-
-
-def merge(scratch: Scratch, out: Path, kind: str = "corpus") -> list[str]:
-    return ["merge", str(scratch.store(kind, "one")), str(scratch.store(kind, "two")), "--out", str(out), "--replace"]
-
-
-def add(scratch: Scratch, out: Path, kind: str = "corpus") -> list[str]:
-    return ["add", str(out), str(scratch.inputs / INPUTS[kind][1]), "--model", str(scratch.model), *QUIET]
-
-
-def drop(scratch: Scratch, out: Path, kind: str = "corpus") -> list[str]:
-    return ["drop", str(out), "--source", INPUTS[kind][1]]
-
-
-REWORKED: dict[str, Callable[[Scratch, Path, str], list[str]]] = {"merge": merge, "add": add, "drop": drop}
-
-
-def collect(scratch: Scratch, out: Path) -> list[str]:
-    asked = ["--prompts", str(scratch.prompts), "--out", str(out), "--model", str(scratch.model)]
-    return ["collect", *asked, *TINY, *QUIET]
-
-
-def convert(scratch: Scratch, out: Path) -> list[str]:
-    return ["convert", str(scratch.answers), "--out", str(out), *QUIET]
-
-
-def train_heads(scratch: Scratch, out: Path) -> list[str]:
-    small = [
-        "--num-heads",
-        "2",
-        "--lm-head-rank",
-        "4",
-        "--mlp",
-        "8",
-        "--batch-size",
-        "3",
-        "--epochs",
-        "2",
-        "--save-every",
-        "1",
-    ]
-    given = ["--from", str(scratch.answers), "--out", str(out), "--model", str(scratch.model)]
-    return ["train-heads", *given, *small, "--device", "cpu", *QUIET]
-
-
-def bench(scratch: Scratch, out: Path) -> list[str]:
-    few = ["--methods", "ar,pld", "--num-prompts", "1", "--warm-up", "0", *TINY]
-    given = ["--questions", str(scratch.prompts), "--model", str(scratch.model), "--out", str(out)]
-    return ["bench", *given, *NO_STORES, *few, *QUIET]
-
-
-def bench_cost(scratch: Scratch, out: Path) -> list[str]:
-    few = ["--contexts", "8", "--threads", "1"]
-    return ["bench-cost", "--model", str(scratch.model), "--out", str(out), *few, *QUIET]
-
-
-def bench_report(scratch: Scratch, out: Path) -> list[str]:
-    return [*bench(scratch, scratch.root / "results"), "--report", str(out)]
-
-
-def replay(scratch: Scratch) -> list[str]:
-    given = ["--traces", str(scratch.answers), "--model", str(scratch.model), "--methods", "pld", "--limit", "1"]
-    return ["replay", *given, *NO_STORES, "--workers", "1", *QUIET]
-
-
-def replay_steps(scratch: Scratch, out: Path) -> list[str]:
-    return [*replay(scratch), "--steps", str(out)]
-
-
-def replay_report(scratch: Scratch, out: Path) -> list[str]:
-    return [*replay(scratch), "--report", str(out)]
