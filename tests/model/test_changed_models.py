@@ -64,7 +64,7 @@ def answer(target: Target, prompt: list[int], sampling: SamplingConfig, likely: 
     return list(decode(target, prompt, sampler_of(sampling, prompt), max_new_tokens=MAX_NEW_TOKENS, drafter=drafter))
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.each_value
 def test_the_next_answer_is_that_of_the_changed_model(change: Callable[[Any], None], target: Target) -> None:
     if change is with_weights_in_place and has_compact_weights(target.model):
@@ -223,7 +223,7 @@ def test_contexts_that_a_batch_keeps_are_dropped(target: Target) -> None:
 
 
 @pytest.mark.parametrize("capture", CAPTURES)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.each_value
 def test_a_generator_answers_as_generate_does_with_the_changed_model(
     change: Callable[[Any], None], capture: str, monkeypatch: pytest.MonkeyPatch

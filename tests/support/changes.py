@@ -59,10 +59,6 @@ def with_other_module(model: Any) -> None:
     with_weights_of(mlp_of(model).up_proj)
 
 
-def with_other_embeddings(model: Any) -> None:
-    with_weights_of(model.model.embed_tokens)
-
-
 def with_other_norms(model: Any) -> None:
     model.model.layers[1].input_layernorm.weight = Parameter(noise(model.model.norm.weight))
     model.model.norm.weight = Parameter(noise(model.model.norm.weight))
@@ -86,40 +82,26 @@ def with_fewer_units(model: Any) -> None:
     mlp.down_proj.weight.data = expand_compact(mlp.down_proj.weight).data[:, :units]
 
 
-def with_buffer(model: Any) -> None:
-    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
-
-
-def with_hook(model: Any) -> None:
-    mlp_of(model).register_forward_hook(lambda module, inputs, output: output * 0.5 + 1)
-
-
-def with_hook_before(model: Any) -> None:
-    mlp_of(model).register_forward_pre_hook(lambda module, inputs: (inputs[0].flip(-1),))
-
-
-def with_hook_after_the_layers(model: Any) -> None:
-    model.model.norm.register_forward_hook(lambda module, inputs, output: output.flip(-1))
-
-
 def with_function(model: Any) -> None:
     mlp = mlp_of(model)
     mlp.forward = lambda rows: mlp.down_proj(mlp.up_proj(rows))
 
 
-CHANGES: tuple[Callable[[Any], None], ...] = (
-    with_adapter,
-    with_other_data,
-    with_other_parameter,
-    with_weights_in_place,
-    with_other_module,
-    with_other_embeddings,
-    with_other_norms,
-    with_transposed_weight,
-    with_fewer_units,
-    with_buffer,
-    with_hook,
-    with_hook_before,
-    with_hook_after_the_layers,
-    with_function,
-)
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "an adapter": with_adapter,
+    "other data": with_other_data,
+    "another parameter": with_other_parameter,
+    "weights in place": with_weights_in_place,
+    "another module": with_other_module,
+    "other embeddings": lambda model: with_weights_of(model.model.embed_tokens),
+    "other norms": with_other_norms,
+    "a transposed weight": with_transposed_weight,
+    "fewer units": with_fewer_units,
+    "a buffer": lambda model: setattr(model.model.rotary_emb, "inv_freq", model.model.rotary_emb.inv_freq * 0.5),
+    "a hook": lambda model: mlp_of(model).register_forward_hook(lambda module, inputs, output: output * 0.5 + 1),
+    "a hook before": lambda model: mlp_of(model).register_forward_pre_hook(lambda _, inputs: (inputs[0].flip(-1),)),
+    "a hook after the layers": lambda model: model.model.norm.register_forward_hook(
+        lambda module, inputs, output: output.flip(-1)
+    ),
+    "a function": with_function,
+}
