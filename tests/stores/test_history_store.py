@@ -239,10 +239,9 @@ def test_another_tokenizer_or_model_is_refused(tmp_path: Path) -> None:
         HistoryStore.open(tmp_path, MARK, "fedcba9876543210")
 
 
-def test_the_home_has_a_folder_for_each_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
-    assert history_at_home(MODEL, MARK) == tmp_path / "stores" / "test" / "history" / MODEL
-    assert history_at_home(MODEL, MARK, "tenant").is_relative_to(tmp_path / "namespaces" / "tenant")
+def test_the_home_has_a_folder_for_each_model(home: Path) -> None:
+    assert history_at_home(MODEL, MARK) == home / "stores" / "test" / "history" / MODEL
+    assert history_at_home(MODEL, MARK, "tenant").is_relative_to(home / "namespaces" / "tenant")
 
 
 @pytest.mark.parametrize("name", ["thesis.tex", "ring-0123abcd.txt", "ring-0123ABCD.bin", "heads-0123abcd.bin"])
@@ -529,10 +528,14 @@ def test_short_answers_stay_while_the_store_can_grow(tmp_path: Path) -> None:
     assert held(store) == every
 
 
-def killed(folder: Path, times: int, seed: int) -> int:
-    """Kill processes that append, at random moments; how many conversations there are in the end."""
-    # Room for all that a hundred processes append: the oldest must not go.
-    store, rng, before = opened(folder, max_bytes=192 << 20), random.Random(seed), 0
+@pytest.mark.parametrize(
+    "times", [pytest.param(5, marks=pytest.mark.long), pytest.param(40, marks=pytest.mark.exhaustive)]
+)
+def test_kills_at_random_moments_lose_nothing(times: int, tmp_path: Path) -> None:
+    """Of processes that append."""
+    # Room for all that forty processes append: the oldest must not go.
+    folder, rng, kept = tmp_path / "store", random.Random(times), 0
+    store = opened(folder, max_bytes=192 << 20)
     for number in range(times):
         with writer(folder, number, 1 << 30, 60) as process:
             assert process.stdout and process.stdout.readline() == b"begun\n"
@@ -546,25 +549,12 @@ def killed(folder: Path, times: int, seed: int) -> int:
         assert [int(tokens[1]) for tokens in answers[:count]] == list(range(count)), "what was appended is there"
         assert count <= len(answers) <= count + 1
         assert store.append([number, 1 << 15, 2, 3], [])
-        assert on_chain(store, number, 1 << 15) == [2]
         for earlier in range(number + 1):
             # The whole chain: a look-up reads a part, and other pairs of tokens may share it.
             assert on_chain(store, earlier, 1 << 15) == [2], "no chain is lost by a kill"
-        before += len(answers)
+        kept += len(answers)
         held(opened(folder))
-    return before
-
-
-@pytest.mark.long
-def test_a_few_kills_lose_nothing(tmp_path: Path) -> None:
-    assert killed(tmp_path / "store", 5, 0) > 5
-
-
-@pytest.mark.exhaustive
-def test_many_kills_lose_nothing(tmp_path: Path) -> None:
-    """A hundred take four minutes: HDTOOL_KILLS=100."""
-    times = int(os.environ.get("HDTOOL_KILLS", "40"))
-    assert killed(tmp_path / "store", times, 1) > times
+    assert kept > times
 
 
 # Disks that are full ---------------------------------------------------------------------------------
@@ -855,12 +845,7 @@ def test_a_store_that_is_only_read_does_not_change(tmp_path: Path) -> None:
     reader = HistoryStore.open(folder, MARK, MODEL, read_only=True)
     assert found(reader, 1, 2) == [3]
     assert not reader.append([5, 6, 7], [])
-    history = History(1 << 12, store=reader)
-    lane = history.lane()
-    history.start(lane, [1, 2], 2)
-    history.answers.append(lane, [8, 9, 10])
-    history.finish(lane)
-    assert (history.answers._owners == 1).any(), "the answer is matched in memory instead"
+    assert answer_in_memory(History(1 << 12, store=reader), [1, 2], [8, 9, 10]), "it is matched there instead"
     assert files_of(folder) == before
     writer.append([1, 2, 5], [])
     reader.refresh()
@@ -876,6 +861,16 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 # With the answers in memory --------------------------------------------------------------------------
+
+
+def answer_in_memory(history: History, prompt: list[int], tokens: list[int]) -> bool:
+    """Give an answer from its start to its end; whether it is still matched in memory then."""
+    lane = history.lane()
+    history.start(lane, prompt, len(prompt))
+    history.answers.append(lane, tokens)
+    owner = int(lane["owner"][0])
+    history.finish(lane)
+    return bool((history.answers._owners == owner).any())
 
 
 def test_a_finished_answer_moves_to_the_store(tmp_path: Path) -> None:
@@ -914,11 +909,6 @@ def test_prompts_are_stored_if_they_are_learned(tmp_path: Path) -> None:
 
 def test_an_answer_that_cannot_be_stored_stays_in_memory(tmp_path: Path) -> None:
     history = History(1 << 12, store=opened(tmp_path / "store"))
-    lane = history.lane()
-    history.start(lane, [1, 2], 2)
-    history.answers.append(lane, [3, 4, 5])
-    owner = int(lane["owner"][0])
     shutil.rmtree(tmp_path / "store")
     with pytest.warns(RuntimeWarning, match="is not kept on the disk"):
-        history.finish(lane)
-    assert (history.answers._owners == owner).any()
+        assert answer_in_memory(history, [1, 2], [3, 4, 5])
