@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -210,45 +211,37 @@ def test_a_model_is_the_same_in_every_type(tmp_path: Path, dtype: torch.dtype) -
     assert load_heads(tmp_path, model_of("llama", dtype)).heads.like.dtype == dtype
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda folder: (folder / "heads.safetensors").unlink(), "is missing"),
-        (lambda folder: (folder / "heads.safetensors").write_bytes(b"nonsense"), "cannot be read"),
-        (lambda folder: (folder / "config.json").unlink(), "holds no heads"),
-        (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
-        (lambda folder: (folder / "config.json").write_text("{}"), "has a format that"),
-        (lambda folder: (folder / "config.json").write_text("[1]"), "has a format that"),
-    ],
-)
-def test_damaged_heads_give_one_line(tmp_path: Path, damage: object, said: str) -> None:
-    target = Target(model_of("llama"))
-    random_for(target, HeadsConfig(rank=8)).save(tmp_path)
-    damage(tmp_path)  # type: ignore[operator]
-    with pytest.raises(HeadsError, match=said) as refusal:
-        load_heads(tmp_path, target.model)
-    assert "\n" not in str(refusal.value)
+def change_settings(**changed: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        saved = json.loads((folder / "config.json").read_text())
+        saved["heads"].update(changed)
+        (folder / "config.json").write_text(json.dumps(saved))
+
+    return change
 
 
 @pytest.mark.parametrize(
-    ("kind", "changed"),
+    ("kind", "damage", "said"),
     [
-        ("amphista", {"rank": 9}),
-        ("hydra", {"kind": "medusa"}),
-        ("hydra", {"kind": "eagle"}),
-        ("hydra", {"head_layers": 3}),
-        ("hydra", {"heads": 3}),
+        ("amphista", lambda folder: (folder / "heads.safetensors").unlink(), "is missing"),
+        ("amphista", lambda folder: (folder / "heads.safetensors").write_bytes(b"nonsense"), "cannot be read"),
+        ("amphista", lambda folder: (folder / "config.json").unlink(), "holds no heads"),
+        ("amphista", lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
+        ("amphista", lambda folder: (folder / "config.json").write_text("{}"), "has a format that"),
+        ("amphista", lambda folder: (folder / "config.json").write_text("[1]"), "has a format that"),
+        ("amphista", change_settings(rank=9), "cannot be read"),
+        ("hydra", change_settings(kind="medusa"), "cannot be read"),
+        ("hydra", change_settings(kind="eagle"), "cannot be read"),
+        ("hydra", change_settings(head_layers=3), "cannot be read"),
+        ("hydra", change_settings(heads=3), "cannot be read"),
     ],
 )
-def test_settings_that_do_not_fit_the_weights_give_one_line(
-    kind: str, changed: dict[str, object], tmp_path: Path
-) -> None:
+def test_damaged_heads_give_one_line(kind: str, damage: Callable[[Path], object], said: str, tmp_path: Path) -> None:
+    """Also heads whose settings do not fit their weights."""
     target = Target(model_of("llama"))
     random_for(target, (VARIANTS | SEQUENTIAL)[kind]).save(tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())
-    saved["heads"].update(changed)
-    (tmp_path / "config.json").write_text(json.dumps(saved))
-    with pytest.raises(HeadsError, match="cannot be read") as refusal:
+    damage(tmp_path)
+    with pytest.raises(HeadsError, match=said) as refusal:
         load_heads(tmp_path, target.model)
     assert "\n" not in str(refusal.value)
 
