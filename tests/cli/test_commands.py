@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -137,13 +138,8 @@ def test_each_token_has_the_colour_of_its_source(
     ],
 )
 def test_a_method_opens_the_stores_that_it_draws_on(
-    options: list[str],
-    said: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    home: Path, options: list[str], said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
     opened = []
     for kind, store in (("model", ModelStore), ("corpus", CorpusIndex)):
 
@@ -360,38 +356,38 @@ def broken_model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(demo.MODEL, tmp_path / "model"))
 
 
-def test_a_truncated_checkpoint(broken_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    weights = broken_model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1_000_000])
-    said = complaint(capfd, "generate", "--prompt", "hi", "--model", str(broken_model))
-    assert "model.safetensors is no whole safetensors file (it ends too early): get it again" in said
-
-
-def test_a_checkpoint_that_lacks_weights(broken_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    settings = json.loads((broken_model / "config.json").read_text())
-    (broken_model / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 7}))
-    said = complaint(capfd, "generate", "--prompt", "hi", "--model", str(broken_model))
-    assert "lacks 9 of its weights (model.layers.6." in said
-
-
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "change", "said"),
     [
-        ("config.json", "{", "(its configuration)"),
-        ("config.json", '{"model_type": "gizmo"}', "is of type 'gizmo', which transformers"),
-        ("config.json", '{"model_type": "t5", "is_encoder_decoder": true}', "encoder-decoder"),
-        ("config.json", '{"model_type": "bloom"}', "lacks 30 of its weights"),
-        ("tokenizer.json", "{", "(its tokenizer)"),
-        ("model.safetensors", None, "(its weights)"),
+        ("config.json", lambda _: b"{", "(its configuration)"),
+        ("config.json", lambda _: b'{"model_type": "gizmo"}', "is of type 'gizmo', which transformers"),
+        ("config.json", lambda _: b'{"model_type": "t5", "is_encoder_decoder": true}', "encoder-decoder"),
+        ("config.json", lambda _: b'{"model_type": "bloom"}', "lacks 30 of its weights"),
+        (
+            "config.json",
+            lambda content: json.dumps({**json.loads(content), "num_hidden_layers": 7}).encode(),
+            "lacks 9 of its weights (model.layers.6.",
+        ),
+        ("tokenizer.json", lambda _: b"{", "(its tokenizer)"),
+        ("model.safetensors", lambda _: None, "(its weights)"),
+        (
+            "model.safetensors",
+            lambda content: content[:1_000_000],
+            "model.safetensors is no whole safetensors file (it ends too early): get it again",
+        ),
     ],
 )
 def test_spoiled_folders(
-    broken_model: Path, name: str, content: str | None, said: str, capfd: pytest.CaptureFixture[str]
+    broken_model: Path,
+    name: str,
+    change: Callable[[bytes], bytes | None],
+    said: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    if content is None:
-        (broken_model / name).unlink()
-    else:
-        (broken_model / name).write_text(content)
+    changed = change((broken_model / name).read_bytes())
+    (broken_model / name).unlink()
+    if changed is not None:
+        (broken_model / name).write_bytes(changed)
     assert said in complaint(capfd, "generate", "--prompt", "hi", "--model", str(broken_model))
 
 
