@@ -354,6 +354,7 @@ def test_threads_may_use_a_loaded_model_at_the_same_time(embedded: Loaded) -> No
 
 
 def test_stop_strings_end_inside_a_draft(embedded: Loaded) -> None:
+    """Those of a criterion, and those that are found with the tokenizer of the generator."""
     model: Any = embedded.target.model
     prompt = embedded.tokenizer("def ")["input_ids"]
     truth = generated(model, prompt, MAX_NEW_TOKENS)
@@ -365,19 +366,10 @@ def test_stop_strings_end_inside_a_draft(embedded: Loaded) -> None:
         wrong_drafter = WrongDrafter(len(prompt), truth, 1000, seed)
         found = ask(model, prompt, stopping_criteria=[criterion], custom_generate=Generator(wrong_drafter))
         assert found.tolist() == expected.tolist()
-
-
-def test_stop_strings_are_found_with_the_tokenizer_of_the_generator(embedded: Loaded) -> None:
-    model: Any = embedded.target.model
-    prompt = embedded.tokenizer("def ")["input_ids"]
-    text = str(embedded.tokenizer.decode(generated(model, prompt, MAX_NEW_TOKENS)))
     stop: dict[str, Any] = {"stop_strings": [text[20:23], "never said"], "tokenizer": embedded.tokenizer}
-    expected = ask(model, prompt, **stop)
-    assert expected.shape[1] < len(prompt) + MAX_NEW_TOKENS
     drafting = Generator.drafting(embedded.tokenizer, DecodeConfig("ar"))
-    assert ask(model, prompt, **stop, custom_generate=drafting).tolist() == expected.tolist()
-    one = ask(model, prompt, stop_strings=text[20:23], custom_generate=drafting)
-    assert one.tolist() == expected.tolist()
+    for options in (stop, {"stop_strings": text[20:23]}):
+        assert ask(model, prompt, **options, custom_generate=drafting).tolist() == expected.tolist()
     with pytest.raises(UnsupportedCallError, match=r"stop_strings are given.*Generator\.drafting\(tokenizer\)"):
         ask(model, prompt, **stop, custom_generate=Generator())
 
