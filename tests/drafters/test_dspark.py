@@ -32,7 +32,7 @@ from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of, assert_answers_of_batch
 from tests.support.interleaving import Interleaving
 from tests.support.oracle import prompt_of
-from tests.support.published_drafters import KEY_HEADS, block_drafter, six_layers
+from tests.support.published_drafters import KEY_HEADS, block_drafter, normed, six_layers, turned
 from tests.support.rehearsed import Rehearsed, Replayed, direct
 
 MASK, BLOCK, HEAD = 2, 5, 8
@@ -145,20 +145,6 @@ class Slow:
 
     def _named(self, prefix: str, name: str) -> torch.Tensor:
         return self.weights[prefix + name]
-
-
-def normed(states: Any, weight: Any) -> torch.Tensor:
-    found: torch.Tensor = states * (states.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
-    return found
-
-
-def turned(states: torch.Tensor, positions: range) -> torch.Tensor:
-    """Apply rotary positions to states ``[tokens, heads, width]``."""
-    angles = torch.tensor(positions)[:, None, None] * 10_000.0 ** (-torch.arange(4) / 4)
-    first, second = states[..., :4], states[..., 4:]
-    return torch.cat(
-        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
-    )
 
 
 def loaded(folder: Path, target: Target) -> DFlashModel:

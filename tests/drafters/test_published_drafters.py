@@ -47,7 +47,9 @@ from tests.support.published_drafters import (
     eagle3,
     few_words,
     let_all_layers_share,
+    normed,
     six_layers,
+    turned,
 )
 from tests.support.rankings import assert_as_in_turn
 from tests.support.rehearsed import Rehearsed, Replayed, direct
@@ -239,35 +241,24 @@ def slow_eagle(
         embedded = model.get_input_embeddings().weight[torch.tensor([*tokens, *path[:number]])]
         out = eagle_layer(weight, embedded, states, adds_normed=prefix != "midlayer")
         states = torch.cat([states, out[-1:]])
-    return norm(out, weight["norm.weight"]) @ weight["lm_head.weight"].T
+    return normed(out, weight["norm.weight"]) @ weight["lm_head.weight"].T
 
 
 def eagle_layer(weight: dict[str, Any], embedded: Any, hidden: Any, *, adds_normed: bool) -> torch.Tensor:
-    normed = norm(hidden, weight["hidden_norm.weight"])
-    joined = torch.cat([norm(embedded, weight["input_layernorm.weight"]), normed], dim=-1)
+    context = normed(hidden, weight["hidden_norm.weight"])
+    joined = torch.cat([normed(embedded, weight["input_layernorm.weight"]), context], dim=-1)
     parts = [(joined @ weight[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, 8)) for name in "qkv"]
-    queries, keys, values = (part.transpose(0, 1) for part in parts)
-    queries, keys = turned(queries), turned(keys)
+    queries, keys = (turned(part, range(len(part))) for part in parts[:2])
+    queries, keys, values = (part.transpose(0, 1) for part in (queries, keys, parts[2]))
     keys, values = keys.repeat_interleave(2, 0), values.repeat_interleave(2, 0)
     scores = queries @ keys.transpose(-1, -2) * 8**-0.5
     scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
     mixed = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1) @ weight["self_attn.o_proj.weight"].T
-    hidden = (normed if adds_normed else hidden) + mixed
-    normed = norm(hidden, weight["post_attention_layernorm.weight"])
-    gate, up = (normed @ weight[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    hidden = (context if adds_normed else hidden) + mixed
+    read = normed(hidden, weight["post_attention_layernorm.weight"])
+    gate, up = (read @ weight[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
     found: torch.Tensor = hidden + (torch.nn.functional.silu(gate) * up) @ weight["mlp.down_proj.weight"].T
     return found
-
-
-def norm(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return states * (states.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
-
-
-def turned(states: torch.Tensor) -> torch.Tensor:
-    """Rotary positions, which matter by their differences alone."""
-    angles = torch.arange(states.shape[1])[:, None] * 10_000.0 ** (-torch.arange(4) / 4)
-    cos, sin = (torch.cat([part, part], dim=-1) for part in (angles.cos(), angles.sin()))
-    return states * cos + torch.cat([-states[..., 4:], states[..., :4]], dim=-1) * sin
 
 
 def test_drafters_of_other_models_are_refused_in_a_line(tmp_path: Path) -> None:

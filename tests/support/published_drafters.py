@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of published drafter architectures, for a target."""
+"""Tiny random checkpoints of published drafter architectures, for a target, and parts of slow readings of them."""
 
 from __future__ import annotations
 
@@ -190,3 +190,18 @@ def assistant(folder: Path, model: PreTrainedModel, **changes: Any) -> Path:
         made.lm_head.weight[3:] *= 0.1  # favours three tokens, so that some drafts are accepted by chance
     made.save_pretrained(folder)
     return folder
+
+
+def normed(states: Any, weight: Any) -> torch.Tensor:
+    """Apply an RMSNorm."""
+    found: torch.Tensor = states * (states.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+    return found
+
+
+def turned(states: torch.Tensor, positions: range) -> torch.Tensor:
+    """Apply rotary positions to states ``[tokens, heads, width]``."""
+    angles = torch.tensor(positions)[:, None, None] * 10_000.0 ** (-torch.arange(4) / 4)
+    first, second = states[..., :4], states[..., 4:]
+    return torch.cat(
+        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
+    )
