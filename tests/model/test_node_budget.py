@@ -143,10 +143,7 @@ def test_passes_of_every_size_are_timed_on_a_real_target() -> None:
     assert len(drafter.draft([1, 2, 3])) <= LARGEST_BUDGET
 
 
-def test_a_saved_curve_is_used_and_a_damaged_file_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+def test_a_saved_curve_is_used_and_a_damaged_file_is_noted(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = Target(model_of("llama"))
     assert not saved_at_home(target)
     assert len(cost_curve_for(target).nodes) == len(PASS_SIZES)
@@ -156,19 +153,18 @@ def test_a_saved_curve_is_used_and_a_damaged_file_is_noted(
     assert cost_curve_for(target) == curve
     assert target.log.passes == before, "nothing is measured that is known"
     assert cost_curve_for(target, batch=2) != curve, "in a batch passes cost something else"
-    (file,) = [path for path in tmp_path.rglob("*.json") if path.parent.name != "quick"]
+    (file,) = [path for path in home.rglob("*.json") if path.parent.name != "quick"]
     file.write_text("{}")
     assert cost_curve_for(target) != curve
     (line,) = capsys.readouterr().err.splitlines()
     assert str(file) in line and "measure it again" in line
 
 
-def test_a_quick_measurement_is_kept_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+def test_a_quick_measurement_is_kept_for_a_day(home: Path) -> None:
     target = Target(model_of("llama"))
     curve, measured = cost_curve_for(target), target.log.passes
     assert cost_curve_for(target) == curve and target.log.passes == measured
-    (file,) = tmp_path.rglob("*.json")
+    (file,) = home.rglob("*.json")
     os.utime(file, (1e9, 1e9))
     cost_curve_for(target)
     assert target.log.passes > measured
@@ -178,10 +174,7 @@ def test_a_quick_measurement_is_kept_for_a_day(tmp_path: Path, monkeypatch: pyte
     assert target.log.passes > measured
 
 
-def test_the_quick_measurement_knows_what_a_longer_context_adds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+def test_the_quick_measurement_knows_what_a_longer_context_adds(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama")
     monkeypatch.setattr(model.config, "max_position_embeddings", 2048)
     target = Target(model)
@@ -194,10 +187,7 @@ def test_the_quick_measurement_knows_what_a_longer_context_adds(
     assert cost_curve_for(Target(model)).contexts == (short,)
 
 
-def test_captured_steps_are_timed_after_a_long_context_in_the_cache_of_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+def test_captured_steps_are_timed_after_a_long_context_in_the_cache_of_answers(home: Path) -> None:
     capture = Rehearsed()
     target = Target(model_of("llama"), lambda device: capture)
     capacity = target.cache.capacity
@@ -210,23 +200,16 @@ def test_captured_steps_are_timed_after_a_long_context_in_the_cache_of_answers(
     assert cost_curve_for(target).contexts == (short,), "an answer's context is in the cache"
 
 
-def test_costs_follow_the_length_of_the_context() -> None:
-    log = PassLog()
-    budget = budget_by(log, curve_of(FLAT, STEEP, contexts=(0, 1000)))
-    assert budget.choose_size(np.full(8, 0.3)) == 8
-    log.context = 1000
-    budget.end_step()
-    assert budget.choose_size(np.full(8, 0.3)) == 0
-
-
-def test_costs_of_a_batch_follow_the_length_of_the_contexts() -> None:
-    log = PassLog()
-    budgets = together_by(log, {4: curve_of(FLAT, STEEP, contexts=(0, 1000))}, 4, pads=False)
-    probs = [np.full(8, 0.3)] * 4
-    assert choose_all_nodes(budgets, probs) == [8] * 4
-    log.context = 1000
-    budgets[0].end_step()
-    assert choose_all_nodes(budgets, probs) == [0] * 4
+def test_costs_follow_the_length_of_the_context_alone_and_in_a_batch() -> None:
+    curve, probs = curve_of(FLAT, STEEP, contexts=(0, 1000)), np.full(8, 0.3)
+    alone, together = PassLog(), PassLog()
+    budget, budgets = budget_by(alone, curve), together_by(together, {4: curve}, 4, pads=False)
+    for context, nodes in ((0, 8), (1000, 0)):
+        for log, first in ((alone, budget), (together, budgets[0])):
+            log.context = context
+            first.end_step()
+        assert budget.choose_size(probs) == nodes
+        assert choose_all_nodes(budgets, [probs] * 4) == [nodes] * 4
 
 
 @pytest.mark.parametrize("pads", [True, False])
@@ -249,8 +232,7 @@ def test_a_lone_answer_of_a_batch_has_costs_of_its_own(pads: bool, monkeypatch: 
         assert estimated_cost(costs._record, 7) == pytest.approx(curve.seconds(7, 3000))
 
 
-def test_the_long_contexts_of_a_batch_take_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+def test_the_long_contexts_of_a_batch_take_no_more_memory(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama")
     monkeypatch.setattr(model.config, "max_position_embeddings", 2048)
     target = Target(model)
@@ -436,13 +418,6 @@ def test_a_sequence_whose_drafts_bring_nothing_pauses_alone() -> None:
     assert max(awake[[0, 2, 3]]) < 20
 
 
-def test_an_outlier_of_no_time_is_forgotten() -> None:
-    seconds = SmoothedSeconds()
-    for observed in (0.0, 1.0, 1.0, 1.0):
-        seconds.observe(observed)
-    assert seconds.mean > 0.5
-
-
 def verified(budget: Budget, log: PassLog, probs: Probs, seconds: Callable[[int], float], steps: int) -> list[int]:
     """The nodes of each step, whose passes take other times than were measured before."""
     found = []
@@ -554,7 +529,7 @@ def test_the_time_between_passes_is_measured(monkeypatch: pytest.MonkeyPatch) ->
     assert budget.overhead == pytest.approx(0.3, rel=0.1)
 
 
-def test_a_single_interruption_counts_little_in_an_average() -> None:
+def test_a_single_outlier_counts_little_in_an_average() -> None:
     average = SmoothedSeconds()
     for _ in range(20):
         average.observe(1.0)
@@ -563,6 +538,10 @@ def test_a_single_interruption_counts_little_in_an_average() -> None:
     for _ in range(60):
         average.observe(2.0)
     assert average.mean == pytest.approx(2.0, rel=0.05)
+    begun_by_none = SmoothedSeconds()
+    for observed in (0.0, 1.0, 1.0, 1.0):
+        begun_by_none.observe(observed)
+    assert begun_by_none.mean > 0.5
 
 
 def test_a_hierarchy_states_what_its_drafts_cost() -> None:
