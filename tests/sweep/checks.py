@@ -37,11 +37,6 @@ NEAR_TIE = 1e-3
 """Gap between two logits, in standard deviations, below which float32 rounding may decide."""
 
 
-def drafts_trees(target: Target) -> bool:
-    """Return True if a target verifies trees. Otherwise it verifies chains only."""
-    return target.takes_trees
-
-
 def check(kind: str, *, captures: bool = False) -> Result:
     """Run all checks of one type. Never raises."""
     result, begun = Result(kind), time.monotonic()
@@ -81,7 +76,7 @@ class _Checks:
         if self._captures:
             self._captured(model)
         wrong = [name for name, found in result.checks.items() if found != SAME]
-        result.verdict = WRONG if wrong else TREES if drafts_trees(target) else CHAINS
+        result.verdict = WRONG if wrong else TREES if target.takes_trees else CHAINS
 
     def _built(self) -> Any:
         """Return the tiny model, or None if the type is not a decoder."""
