@@ -102,8 +102,7 @@ def test_the_corpus_is_whole_documents_of_as_many_tokens_of_each_kind(tokenizer:
     assert all(170 < count <= 200 for count in tokens.values())
 
 
-def test_texts_added_to_the_demo_s_stores_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+def test_texts_added_to_the_demo_s_stores_are_kept(home: Path, tmp_path: Path) -> None:
     stores = demo_stores.stores_of_real_model(ModelConfig())  # the embedded tokenizer stands in for SmolLM2's
     own = tmp_path / "own.jsonl"
     own.write_text('{"text": "A document that the demo does not hold."}\n')
@@ -116,8 +115,7 @@ def test_texts_added_to_the_demo_s_stores_are_kept(tmp_path: Path, monkeypatch: 
     assert all(manifest.sources[1].name == str(own) for manifest in manifests)
 
 
-def test_a_demo_store_without_the_demo_s_texts_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+def test_a_demo_store_without_the_demo_s_texts_is_built_again(home: Path) -> None:
     stores = demo_stores.stores_of_real_model(ModelConfig())
     folder = Path(str(stores.corpus_db))
     own, path = read_manifest(folder).sources, folder / "manifest.json"

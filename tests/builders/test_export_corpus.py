@@ -70,10 +70,7 @@ def test_texts_come_back_as_the_tokens_of_the_store(tmp_path: Path, tokenizer: A
     assert made.tokens == sum(map(len, documents)) + len(documents) - 1, "SGLang counts a separator between documents"
 
 
-def test_the_stores_of_the_demo(
-    tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+def test_the_stores_of_the_demo(home: Path, tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "corpus.jsonl"
     assert exported(out, "--corpus-db", "none", "--json") == 0
     told = json.loads(capfd.readouterr().out)

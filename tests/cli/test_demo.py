@@ -23,14 +23,13 @@ FEW = ["--num-prompts", "2", "--max-new-tokens", "8"]
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package of the real model's name with a tiny random model in it; importing it fails."""
     folder = tmp_path / "site" / demo.PACKAGE.replace("-", "_")
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("raise ImportError('the demo must not import this package')")
     write_gguf(folder / "model.gguf", tiny_llama())
     monkeypatch.syspath_prepend(str(folder.parent))
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     return folder
 
 

@@ -83,11 +83,8 @@ def test_a_model_or_a_prompt_without_a_command(word: str, said: str, capfd: pyte
     assert (code, line.endswith(said)) == (2, True), line
 
 
-def test_a_misspelt_store_or_source(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
-    folder = tmp_path / "stores" / "3ba29e36aabbccdd" / "corpus"
+def test_a_misspelt_store_or_source(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = home / "stores" / "3ba29e36aabbccdd" / "corpus"
     shutil.copytree(demo.CORPUS_INDEX, folder)
     hint = "(did you mean corpus-3ba29e36?)"
     for line in ("inspect corpus-3ba29e63", "generate hi --corpus-db corpus-3ba29", "stores remove corpus-3ba2"):

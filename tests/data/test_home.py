@@ -22,10 +22,7 @@ def folder_of(name: str) -> Path:
     return store_at_home("model", MARK, name).parent.parent
 
 
-@pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @given(NAMES, NAMES)

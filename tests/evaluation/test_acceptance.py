@@ -19,10 +19,7 @@ TOKENS_PER_STEP = {"pld": 2.448, "rest": 1.918, "hd-paper": 3.164, "hd": 5.099}
 """
 
 
-def test_tokens_per_step_stay_within_one_percent(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))  # stores that other tests left there would be drafted from
+def test_tokens_per_step_stay_within_one_percent(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     methods = ",".join(TOKENS_PER_STEP)
     arguments = ["replay", "--traces", str(ANSWERS), "--methods", methods, "--workers", "1", "--json", "--quiet"]
     assert run(arguments) == 0

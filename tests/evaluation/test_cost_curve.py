@@ -74,8 +74,7 @@ def test_a_file_that_holds_something_else_is_kept(tmp_path: Path, content: str) 
     assert path.read_text() == content and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_curve_in_the_folder_of_a_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+def test_a_curve_in_the_folder_of_a_set_up(home: Path, tmp_path: Path) -> None:
     with pytest.raises(CostError, match=r"cost\.json cannot be read \(No such file or directory\): check the path"):
         CostCurve.given(str(tmp_path))
     CURVE.write(WorkFolder("model", ["identity"]).cost)

@@ -100,9 +100,8 @@ def shape(tmp_path: Path) -> Path:
 
 
 def test_the_command_estimates_passes_of_a_shape(
-    shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Path, shape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     asked = ["bench-cost", "--shape", str(shape), "--bandwidth", "2", "--out", str(tmp_path / "out")]
     assert run([*asked, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -114,7 +113,7 @@ def test_the_command_estimates_passes_of_a_shape(
     assert same.seconds(0, 64) == curve.seconds(0, 64) and same.seconds(7, 64) < 1.1 * same.seconds(0, 64)
     assert run([*asked, "--dtype", "float32"]) == 0
     assert CostCurve.read(tmp_path / "out" / "cost.json").seconds(0, 64) == pytest.approx(2 * curve.seconds(0, 64))
-    assert not (tmp_path / "home").exists(), "no budget takes an estimate for a measurement"
+    assert not home.exists(), "no budget takes an estimate for a measurement"
 
 
 @pytest.mark.parametrize(

@@ -331,8 +331,7 @@ def test_a_shelf_opens_its_stores_anew_elsewhere(store_set: StoreSet) -> None:
 
 
 @pytest.fixture
-def command(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+def command(home: Path, recorded: Path) -> list[str]:
     return ["replay", "--traces", str(recorded), "--quiet"]
 
 

@@ -39,10 +39,7 @@ DEMO = read_manifest(demo.MODEL_STORE).model or pytest.fail("the demo's store na
 MODEL_STORE, CORPUS_INDEX = str(demo.MODEL_STORE.resolve()), str(demo.CORPUS_INDEX.resolve())
 
 
-@pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture(scope="module")

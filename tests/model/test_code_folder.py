@@ -53,12 +53,13 @@ def test_other_processors_and_releases_of_numba_have_folders_of_their_own(
     assert digest_of(package) != before
 
 
-def test_code_is_kept_in_the_home_or_where_numba_is_told_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_code_is_kept_in_the_home_or_where_numba_is_told_to(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(code_folder._config, "CACHE_DIR", str(tmp_path / "numba"))
     assert code_folder.code_folder.__wrapped__().parent == tmp_path / "numba"
     monkeypatch.setattr(code_folder._config, "CACHE_DIR", "")
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
-    assert code_folder.code_folder.__wrapped__().parent == tmp_path / "home" / "compiled"
+    assert code_folder.code_folder.__wrapped__().parent == home / "compiled"
 
 
 @pytest.fixture

@@ -242,11 +242,8 @@ def test_text_of_a_multimodal_model_is_compiled() -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma4, experts beside MLPs"])
-def test_a_checkpoint_in_16_bits_is_compiled_at_each_start(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_in_16_bits_is_compiled_at_each_start(home: Path, name: str, tmp_path: Path) -> None:
     """The later start uses the proof of the earlier one; the embeddings of layers stay in 16 bits."""
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     families.saved(model_of(name).bfloat16(), tmp_path / "model")
     found = []
     for _ in range(2):

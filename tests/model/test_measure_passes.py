@@ -40,9 +40,8 @@ def embedded() -> Loaded:
 
 
 @pytest.fixture(autouse=True)
-def quick_and_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_and_at_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pass_times, "REPETITIONS", 1)
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
 
 
 def test_contexts_are_powers_of_two_within_the_limit(embedded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

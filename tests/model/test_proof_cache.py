@@ -152,15 +152,12 @@ def test_a_record_of_another_model_is_made_again(field: str, file: Path, proofs:
     assert len(proofs) == (2 if field != "compact" else 1), "forms that are not named are proved as before"
 
 
-def test_without_a_home_that_can_be_written_it_is_proved_each_time(
-    tmp_path: Path, proofs: list[StockModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "home").mkdir()
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
-    (tmp_path / "home" / "proofs").write_text("a file where the folder would be")
+def test_without_a_home_that_can_be_written_it_is_proved_each_time(home: Path, proofs: list[StockModel]) -> None:
+    home.mkdir()
+    (home / "proofs").write_text("a file where the folder would be")
     assert torch.equal(logits_of(ModelConfig()), logits_of(ModelConfig()))
     assert len(proofs) == 2
-    assert os.listdir(tmp_path / "home") != []
+    assert os.listdir(home) != []
 
 
 def test_other_options_are_proved_by_themselves(file: Path, proofs: list[StockModel]) -> None:

@@ -149,9 +149,8 @@ def test_no_message_advises_what_pip_cannot_install() -> None:
 
 @pytest.mark.long
 def test_the_programs_of_the_python_page_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
     # Where drafts do not pay, as on a busy machine, none is accepted.
     monkeypatch.setattr(drafter_factory, "MeasuredBudget", lambda target, costs: FixedBudget())
     page = (DOCS / "guides" / "python.md").read_text(encoding="utf-8")
