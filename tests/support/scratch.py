@@ -83,7 +83,7 @@ class Scratch:
         builds_model = COMMANDS[name].startswith("build-model-db")
         first, more = (self.inputs / each for each in INPUTS["model" if builds_model else kind])
         places: dict[str, object] = {
-            "inputs": " ".join(f"--from {path}" if builds_model else f"{path}" for path in (first, more)[inputs]),
+            "inputs": " ".join(f"--from {path}" if builds_model else f"{path}" for path in [first, more][inputs]),
             **{each: self.store(kind, each) for each in ("one", "two")},
             **{each: getattr(self, each) for each in ("root", "model", "prompts", "answers")},
         }
