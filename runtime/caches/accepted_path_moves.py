@@ -1,4 +1,4 @@
-"""Moves cached positions of accepted paths: in a compiled call on CPUs, with PyTorch on devices."""
+"""Moves cached positions of accepted paths, and selects their rows: compiled on CPUs, with PyTorch on devices."""
 
 from __future__ import annotations
 
@@ -68,6 +68,22 @@ def move_on_host(
 def compile_moves() -> None:
     """Compile ``move_on_host``, or load it from numba's cache, ahead of the first step."""
     move_on_host(*TensorLayout(0, 0, 0, 0, 0, 0), 0, np.empty(0, np.int64))
+
+
+def select_rows(tensor: torch.Tensor, rows: Sequence[int], dim: int = 0) -> torch.Tensor:
+    """Return copies of the given rows, in contiguous ranges: indexing by a list would send it to a GPU and wait."""
+    starts = [place for place, row in enumerate(rows) if place == 0 or row != rows[place - 1] + 1]
+    lengths = [stop - start for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True)]
+    return torch.cat(
+        [tensor.narrow(dim, rows[start], length) for start, length in zip(starts, lengths, strict=True)], dim
+    )
+
+
+@torch.inference_mode()
+def move_ranges(tensor: torch.Tensor, start: int, path: Sequence[int]) -> None:
+    """Move positions ``start + path`` of a tensor on a device to ``start`` and onwards, without a wait."""
+    moved = select_rows(tensor, [start + offset for offset in path], 3)
+    tensor.narrow(3, start, len(path)).copy_(moved)
 
 
 @torch.inference_mode()

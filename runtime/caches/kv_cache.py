@@ -21,8 +21,8 @@ from hdtool.data.memory import mapped_memory
 from hdtool.runtime.caches.accepted_path_moves import (
     MAX_DEFERRED_MOVES,
     TensorLayout,
-    move_on_device,
     move_on_host,
+    move_ranges,
     must_move,
 )
 from hdtool.runtime.caches.recurrent_states import States, StateShape
@@ -139,8 +139,7 @@ class KVTensors:
             if layout:
                 move_on_host(*layout, start, offsets)
             else:
-                moved = torch.tensor([start, *(start + offsets)], device=tensor.device)
-                move_on_device([tensor], moved[:1], moved[None, 1:])
+                move_ranges(tensor, start, path)
 
     @property
     def bytes(self) -> int:

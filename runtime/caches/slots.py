@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hdtool.runtime.caches.accepted_path_moves import select_rows
 from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.caches.recurrent_states import KeptStates, SlotStates, States, StateShape
 from hdtool.runtime.caches.transformers_views import SlotKVCache
@@ -232,10 +233,3 @@ class Cache:
         """Copy the first ``length`` tokens of a saved slot into slot number ``slot``; grow the cache if needed."""
         self.reserve(length)
         self.slots[slot].copy_from(saved, length)
-
-
-def select_rows(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Return the given rows, copied in contiguous ranges: indexing a GPU tensor with a list would synchronize."""
-    starts = [place for place, row in enumerate(rows) if place == 0 or row != rows[place - 1] + 1]
-    ranges = zip(starts, [*starts[1:], len(rows)], strict=True)
-    return torch.cat([hidden[rows[start] : rows[stop - 1] + 1] for start, stop in ranges])

@@ -120,7 +120,7 @@ def others(home: Path) -> dict[str, Any]:
     return scenarios(
         home,
         "assistants,blocks,changes,captures,draft_models,reserved,sampled,heads,hidden_without_extents,hydra,mtp,without_recovery,"
-        "short_memory,replaced_weights,refused_waits,basics",
+        "long_moves,short_memory,replaced_weights,refused_waits,basics",
     )
 
 
@@ -299,6 +299,14 @@ def test_a_pass_without_extents_is_captured_before_the_first_answer_and_never_ag
     assert found["before"] <= CAPTURES_BEFORE
     assert found["answers"] == [0, 0, 0]
     assert found["capacities"][0] >= 4096 and found["capacities"][1] >= 4096, "all that the model can read"
+
+
+@pytest.mark.long
+def test_a_path_that_no_step_moves_is_moved_without_a_wait(others: dict[str, Any]) -> None:
+    found = others["long_moves"]
+    assert not found["faults"]
+    assert found["found"] == pytest.approx(found["expected"], abs=1e-4)
+    assert found["events"].keys() == {KERNEL}, found["lines"]
 
 
 @pytest.mark.long

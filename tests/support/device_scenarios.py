@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.caches.accepted_path_moves import MAX_DEFERRED_MOVES
 from hdtool.runtime.caches.kv_cache import KVTensors
 from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.config.decoding import DecodeConfig
@@ -31,6 +32,7 @@ from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode, decode_batch
+from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.standalone_drafter import StandaloneDrafter
@@ -407,6 +409,27 @@ def replaced_weights() -> dict[str, Any]:
     return {"found": found, "captures": target.captures} | diagnostics()
 
 
+def long_moves() -> dict[str, Any]:
+    """Commit a path that is longer than a step moves, on the CPU and on the device, and verify another root."""
+    length = MAX_DEFERRED_MOVES + 4
+    tree = DraftTree.of(5, range(3, 3 + 2 * length), [max(ROOT, node - 2) for node in range(2 * length)])
+
+    def committed(target: Target) -> tuple[list[float], Counter[str]]:
+        cache = target.allocate()
+        target.prefill(cache, 0, PROMPT, room=100)
+        target.verify(cache, [tree])
+        before = Counter(DEVICE.counts.events)
+        target.commit(cache, 0, range(1, 2 * length, 2))
+        events = Counter(DEVICE.counts.events) - before
+        return target.verify(cache, [DraftTree.bare(7)])[0].logits[0].tolist(), events
+
+    model = model_of("llama")
+    expected, _ = committed(Target(model))
+    install()
+    found, events = committed(Target(on_device(model)))
+    return {"expected": expected, "found": found, "events": events} | diagnostics()
+
+
 def refused_waits() -> dict[str, Any]:
     """Return which operations are refused where a capture must not fail, in this thread and in another one."""
     install()
@@ -621,6 +644,7 @@ GROUPS = (
     hidden_without_extents,
     hydra,
     interleaved,
+    long_moves,
     mtp,
     mutations,
     refused_waits,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from hdtool.runtime.caches.slots import select_rows
+from hdtool.runtime.caches.accepted_path_moves import select_rows
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 
