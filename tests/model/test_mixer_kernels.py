@@ -53,6 +53,24 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype)
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+def shown(operations: MixerOperations, paths: list[list[int]], slot: int) -> list[list[int]]:
+    """All paths, or, of kernels, which the interpreter runs slowly, another one in each slot."""
+    if type(operations) is MixerOperations:
+        return paths
+    return [(max(paths, key=len), paths[len(paths) // 2], paths[0])[slot]]
+
+
+def written(operations: MixerOperations, change: Any, slot: int, path: list[int], before: torch.Tensor) -> torch.Tensor:
+    """Return a slot's state after a path, which is written in the second of two layers; no other state may change."""
+    states = torch.stack([before + 1, before])
+    stacked = type(change)(*(torch.stack([torch.zeros_like(part), part]) for part in change))
+    with torch.inference_mode():
+        operations.write(stacked, slot, path, states[:, slot])
+    others = [other for other in range(len(before)) if other != slot]
+    assert torch.equal(states[:, others], torch.stack([before + 1, before])[:, others])
+    return states[1, slot]
+
+
 def parameters_of(heads: int, *names: str) -> Any:
     module = Module()
     for name in names:
@@ -79,29 +97,31 @@ def test_a_convolution_reads_the_last_ancestors(
         with torch.inference_mode():
             found = operations.convolve(parts, inputs, states, activates=activates)
         for slot in range(slots):
-            for path in paths(step, slot):
+            for path in shown(operations, paths(step, slot), slot):
                 read = torch.cat([state[slot].double(), inputs[slot, path].double().T], 1)
                 exact = (read[:, -taps:] * weight).sum(1)
                 if convolution.bias is not None:
                     exact += convolution.bias.detach().double()
                 assert_near(found[slot, path[-1]], silu(exact) if activates else exact, dtype)
-                after = state[slot].clone()
-                states.changes[CONVOLUTION].write(slot, path, after)
+                after = written(operations, states.changes[CONVOLUTION], slot, path, state)
                 assert torch.equal(after, read[:, -before:].to(dtype))
 
 
 def assert_recurs(
-    states: MixerStates, found: torch.Tensor, exact: Any, before: torch.Tensor, dtype: torch.dtype
+    operations: MixerOperations,
+    states: MixerStates,
+    found: torch.Tensor,
+    exact: Any,
+    before: torch.Tensor,
+    dtype: torch.dtype,
 ) -> None:
     """``exact`` returns the output of a path's last row and the state after it, computed token by token in float64."""
     step = states.indices.step
     for slot in range(len(LENGTHS)):
-        for path in paths(step, slot):
+        for path in shown(operations, paths(step, slot), slot):
             output, after = exact(slot, path)
             assert_near(found[slot, path[-1]], output.flatten(), dtype)
-            state = before[slot].clone()
-            states.changes[RECURRENCE].write(slot, path, state)
-            assert_near(state, after, dtype)
+            assert_near(written(operations, states.changes[RECURRENCE], slot, path, before), after, dtype)
 
 
 SHAPES = pytest.mark.parametrize(
@@ -145,7 +165,7 @@ def test_a_delta_rule_reads_the_state_of_each_rows_parent(
         states = MixerStates({RECURRENCE: before}, TreeIndices(step))
         with torch.inference_mode():
             found = operations.delta_rule(parts, convolved, inputs, states)
-        assert_recurs(states, found, exact, before, dtype)
+        assert_recurs(operations, states, found, exact, before, dtype)
 
 
 @DTYPES
@@ -179,7 +199,7 @@ def test_a_scan_reads_the_state_of_each_rows_parent(
         states = MixerStates({RECURRENCE: before}, TreeIndices(step))
         with torch.inference_mode():
             found = operations.scan(parts, convolved, steps, states)
-        assert_recurs(states, found, exact, before, dtype)
+        assert_recurs(operations, states, found, exact, before, dtype)
 
 
 def test_keys_that_repeat_lose_no_precision() -> None:
@@ -236,6 +256,12 @@ for name, precision in (("bf16", "tf32x3"), ("fp32", "ieee")):
     for block, warps in ((128, 1), (4096, 4)):
         constants = dict(WEIGHTS=warps > 1, FIRST=warps > 1, ACTIVATION="silu", ROUNDS=True, BLOCK=block)
         compiled(f"gated-norm-{name}-{block}", mixer_kernels.gated_norm_kernel, kinds, constants, warps)
+    kinds = dict.fromkeys(("columns", "state"), "*" + name)
+    compiled(f"columns-{name}", mixer_kernels.write_columns_kernel, kinds, dict(BEFORE=4, BLOCK=512), 4)
+    kinds = dict.fromkeys(("left", "right", "totals"), "*fp32") | {"state": "*" + name}
+    for width, decays in ((128, 1), (128, 128), (256, 1)):
+        constants = dict(WIDTH=width, LOADED=width, DECAYS=decays, VALUES=128, BLOCK=32)
+        compiled(f"updates-{name}-{width}-{decays}", mixer_kernels.write_updates_kernel, kinds, constants, 4)
 """
 
 
@@ -248,6 +274,6 @@ for name, precision in (("bf16", "tf32x3"), ("fp32", "ieee")):
 )
 def test_mixers_compile_without_spills(capability: int, tmp_path: Path) -> None:
     cases = compiled(MIXERS, capability, (), tmp_path)
-    assert len(cases) == 18
+    assert len(cases) == 26
     for case, found in cases.items():
         assert not found.spilled and found.shared <= SHARED_MEMORY[capability] * 1024, (case, found)

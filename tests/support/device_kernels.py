@@ -97,10 +97,8 @@ def answers(*families: str) -> dict[str, Any]:
     for family in families:
         target = Target(on_device(model_of(family)))
         ways = {"plain": None, "lying drafter": wrong_drafter(expected[family])}
-        tokens = {
-            way: watched(target, GREEDY, drafter, max_new_tokens=TOKENS)["tokens"] for way, drafter in ways.items()
-        }
-        found[family] = {"expected": expected[family], "tokens": tokens, "fused": target.is_fused}
+        answered = {way: watched(target, GREEDY, drafter, max_new_tokens=TOKENS) for way, drafter in ways.items()}
+        found[family] = {"expected": expected[family], "answers": answered, "fused": target.is_fused}
     return {"found": found} | diagnostics()
 
 

@@ -215,6 +215,80 @@ def scan_kernel(
     tl.store(output + out, mixed.to(output.dtype.element_ty), mask=shown)
 
 
+PATH = "slot", "count", "low", "high", "slots", "rows"
+"""Arguments that differ between steps, for which no kernel may be compiled anew."""
+
+
+@triton.jit
+def places_on_path(low, high):
+    """Return the place of each node on a path, after the root's, 0; -1 for other nodes.
+
+    The path is given by bits of its nodes, in two halves.
+    """
+    node = tl.arange(0, NODES)
+    is_on_path = (tl.where(node < 32, low, high) >> (node % 32)) & 1
+    return tl.where(is_on_path == 1, tl.cumsum(is_on_path, 0), -1)
+
+
+@triton.jit
+def row_at(place, places):
+    """Return the row of the root or node at a place on a path."""
+    return tl.sum(tl.where(places == place, tl.arange(0, NODES) + 1, 0), 0)
+
+
+@triton.jit(do_not_specialize=PATH)
+def write_columns_kernel(
+    columns, state, slot, count, low, high, slots, rows, width, state_stride,
+    BEFORE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the columns that a convolution keeps after a path of ``count`` rows to a layer's ``state``.
+
+    ``columns`` has ``BEFORE`` columns of the state before the tree for each slot, and one for each row of the tree.
+    """
+    layer, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < width
+    columns += (layer * slots + slot).to(tl.int64) * (BEFORE + rows) * width + channel
+    state += layer.to(tl.int64) * state_stride + channel.to(tl.int64) * BEFORE
+    places = places_on_path(low, high)
+    for place in tl.static_range(BEFORE):
+        behind = count + place - BEFORE
+        column = tl.where(behind < 0, count + place, BEFORE + row_at(behind, places))
+        tl.store(state + place, tl.load(columns + column * width, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit(do_not_specialize=PATH)
+def write_updates_kernel(
+    left, right, totals, state, slot, count, low, high, slots, rows, groups, state_stride,
+    WIDTH: tl.constexpr, LOADED: tl.constexpr, DECAYS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the updates of a path of ``count`` rows to ``BLOCK`` columns of a head's state, in place.
+
+    Each update decays until the path's last row, by one factor for each head or, if ``DECAYS`` isn't 1, for each row of
+    the state.
+    """
+    layer, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(1)
+    tree = (layer * slots + slot).to(tl.int64)
+    first = (tree * heads + head) * rows
+    of_group = (tree * groups + head // (heads // groups)) * rows
+    inner, column = tl.arange(0, LOADED), part * BLOCK + tl.arange(0, BLOCK)
+    there, inside = inner < WIDTH, column < VALUES
+    places = places_on_path(low, high)
+    decay = totals + tl.where(DECAYS > 1, inner, 0)
+    end = tl.load(decay + (first + row_at(count - 1, places)) * DECAYS, mask=there, other=0.0)
+    state += layer.to(tl.int64) * state_stride + head.to(tl.int64) * WIDTH * VALUES
+    at = state + inner[:, None] * VALUES + column[None, :]
+    used = there[:, None] & inside[None, :]
+    held = tl.load(at, mask=used, other=0.0).to(tl.float32) * tl.exp(end)[:, None]
+    for place in range(count):
+        row = row_at(place, places)
+        since = tl.exp(end - tl.load(decay + (first + row) * DECAYS, mask=there, other=0.0))
+        added = tl.load(left + (first + row) * WIDTH + inner, mask=there, other=0.0) * since
+        value = tl.load(right + (of_group + row) * VALUES + column, mask=inside, other=0.0)
+        held += added[:, None] * value[None, :]
+    tl.store(at, held.to(state.dtype.element_ty), mask=used)
+
+
 @triton.jit
 def gated_norm_kernel(
     output, gate, weight, mixed, groups, width, gate_stride, epsilon,

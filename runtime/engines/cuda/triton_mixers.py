@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import triton
 
 from hdtool.runtime.engines.cuda import mixer_kernels
 from hdtool.runtime.engines.cuda.triton_kernels import padded
 from hdtool.runtime.engines.reference.mixer_operations import DeltaInputs, MixerOperations
-from hdtool.runtime.engines.reference.tree_recurrences import Updates
+from hdtool.runtime.engines.reference.tree_recurrences import Columns, Updates
 from hdtool.runtime.program.mixer_parts import DELTA_ATTENTION, MixerParts
 
 if TYPE_CHECKING:
-    from hdtool.runtime.engines.reference.tree_recurrences import MixerStates
+    from hdtool.runtime.engines.reference.tree_recurrences import Changes, MixerStates
 
 CHANNELS = 512
 """Channels that one program of the convolution computes."""
@@ -123,6 +125,47 @@ class TritonMixers(MixerOperations):
             num_warps=4 if parts.norms_groups else 1,
         )
         return mixed
+
+    def write(self, change: Changes, slot: int, rows: Sequence[int], state: torch.Tensor) -> None:
+        """Update states by one kernel, which gets the path as bits of its nodes: nothing is copied to the device."""
+        low, high = np.array([sum(1 << row - 1 for row in rows[1:])], np.uint64).view(np.int32).tolist()
+        path = slot, len(rows), low, high
+        if isinstance(change, Columns):
+            layers, slots, columns, width = change.columns.shape
+            mixer_kernels.write_columns_kernel[layers, triton.cdiv(width, CHANNELS)](
+                change.columns.contiguous(),
+                state,
+                *path,
+                slots,
+                columns - state.shape[2],
+                width,
+                state.stride(0),
+                BEFORE=state.shape[2],
+                BLOCK=CHANNELS,
+                num_warps=4,
+            )
+        else:
+            left, right, totals = (part.contiguous() for part in change)
+            layers, slots, heads, rows_of_tree, width = left.shape
+            values = right.shape[-1]
+            block = min(MOST_VALUES, padded(values))
+            mixer_kernels.write_updates_kernel[layers, heads, triton.cdiv(values, block)](
+                left,
+                right,
+                totals,
+                state,
+                *path,
+                slots,
+                rows_of_tree,
+                right.shape[2],
+                state.stride(0),
+                WIDTH=width,
+                LOADED=padded(width),
+                DECAYS=totals.shape[-1],
+                VALUES=values,
+                BLOCK=block,
+                num_warps=4,
+            )
 
 
 def _recurred(

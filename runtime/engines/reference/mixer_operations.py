@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import silu, softplus
 
-from hdtool.runtime.engines.reference.tree_recurrences import MixerStates, convolve, delta_rule, scan
+from hdtool.runtime.engines.reference.tree_recurrences import Changes, MixerStates, convolve, delta_rule, scan
 from hdtool.runtime.program.mixer_parts import DELTA_RULE, MixerParts
 
 
@@ -86,3 +87,7 @@ class MixerOperations:
         width = gate.shape[-1] if parts.norms_groups else parts.value_width
         normed: torch.Tensor = parts.norm(output.reshape(-1, width), gate.reshape(-1, width))
         return normed.view(output.shape)
+
+    def write(self, change: Changes, slot: int, rows: Sequence[int], state: torch.Tensor) -> None:
+        """Update the states ``[layers, ...]`` of a slot in place to those after ``rows``, a path in its tree."""
+        change.write(slot, rows, state)

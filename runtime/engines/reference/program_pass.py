@@ -424,7 +424,7 @@ class ProgramPass:
             states, indices = storage.states.part(0, len(step.tokens)), TreeIndices(step)
             mixers = {layer: MixerStates(before, indices) for layer, before in states.by_layer.items()}
             output = self._run(step, storage, mixers, extent)
-            return output._replace(states=StackedStates(list(mixers.values()), states))
+            return output._replace(states=StackedStates(list(mixers.values()), states, self._operations.mixers.write))
 
     def _run(self, step: StepTensors, storage: KVTensors, mixers: Mapping[int, MixerStates], extent: int) -> StepOutput:
         operations, parts = self._operations, self._parts

@@ -7,12 +7,13 @@ state is computed for each row: only committing a path updates the states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import silu
 
+from hdtool.runtime.caches.accepted_path_moves import select_rows
 from hdtool.runtime.caches.recurrent_states import CONV, RECURRENT, StateName, StateNames, States
 from hdtool.runtime.engines.reference.tree_indices import TreeIndices
 
@@ -27,7 +28,7 @@ class Columns(NamedTuple):
         """Update a state ``[..., channels, columns]`` in place to that after ``rows``, a path in a slot's tree."""
         before = state.shape[-1]
         last = [*range(before), *(before + row for row in rows)][-before:]
-        state.copy_(self.columns.select(-3, slot)[..., index_of(last, state.device), :].mT)
+        state.copy_(select_rows(self.columns.select(-3, slot), last, -2).mT)
 
 
 class Updates(NamedTuple):
@@ -42,8 +43,7 @@ class Updates(NamedTuple):
 
     def write(self, slot: int, rows: Sequence[int], state: torch.Tensor) -> None:
         """Update a state ``[..., heads, ...]`` in place to the state after ``rows``, a path in a slot's tree."""
-        index = index_of(rows, state.device)
-        left, right, decay = (tensor.select(-4, slot)[..., index, :] for tensor in self)
+        left, right, decay = (select_rows(tensor.select(-4, slot), rows, -2) for tensor in self)
         added = left * (decay[..., -1:, :] - decay).exp()
         if (shared := left.shape[-3] // right.shape[-3]) > 1:
             right = right.repeat_interleave(shared, -3)
@@ -143,15 +143,6 @@ def scan(
     return out, Updates(written, b, total)
 
 
-def index_of(places: Sequence[int], device: torch.device) -> Any:
-    """Return indices in a form that can index a tensor on ``device``; copying them to a GPU doesn't block."""
-    if device.type != "cuda":
-        return list(places)
-    host = torch.zeros(len(places), dtype=torch.int64, pin_memory=True)
-    host.numpy()[:] = places
-    return host.to(device, non_blocking=True)
-
-
 Changes = Columns | Updates
 
 
@@ -183,10 +174,16 @@ class MixerStates:
             change.write(slot, rows, states.tensors[name][0])
 
 
+Write = Callable[[Changes, int, Sequence[int], torch.Tensor], None]
+"""Updates a state in place to that after some rows, a path in a slot's tree, given what the rows change."""
+
+
 class StackedStates:
     """What rows change in the states of all mixers, stacked by shape so that a GPU runs few, large operations."""
 
-    def __init__(self, layers: Sequence[MixerStates], states: States) -> None:
+    def __init__(self, layers: Sequence[MixerStates], states: States, write: Write) -> None:
+        """``write`` computes states, whose leading dimension stacks layers."""
+        self._write = write
         changes = {name: change for layer in layers for name, change in layer.changes.items()}
         self._changes: dict[StateNames, Changes] = {
             names: type(changes[names[0]])(*map(torch.stack, zip(*(changes[name] for name in names), strict=True)))
@@ -196,4 +193,4 @@ class StackedStates:
     @torch.inference_mode()
     def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
         for names, change in self._changes.items():
-            change.write(slot, rows, states.stacks[names][:, 0])
+            self._write(change, slot, rows, states.stacks[names][:, 0])

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from hdtool.runtime.caches.recurrent_states import CONV, RECURRENT, StateName, States, StateShape, StatesOfTree
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.reference.mixers import mix
+from hdtool.runtime.engines.reference.mixers import REFERENCE, mix
 from hdtool.runtime.engines.reference.tree_indices import TreeIndices
 from hdtool.runtime.engines.reference.tree_recurrences import MixerStates, StackedStates
 from hdtool.runtime.engines.stock.forward_lock import forward_lock
@@ -115,7 +115,7 @@ class RecurrentLayers:
         states = states.part(0, step.tokens.shape[0])
         closed = self._closed(step, states)
         with self._replaced(closed):
-            yield lambda: StackedStates(list(closed.values()), states)
+            yield lambda: StackedStates(list(closed.values()), states, REFERENCE.write)
 
     def _closed(self, step: StepTensors, states: States) -> dict[int, MixerStates]:
         """Return the states of the described mixers before a pass over the trees of ``step``, by layer."""
