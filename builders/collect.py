@@ -29,12 +29,12 @@ from hdtool.data.errors import PromptError, os_errors_as
 from hdtool.data.prompts import GrammarKind, Prompt
 from hdtool.runtime.answering.answer_prompts import Answerer
 from hdtool.runtime.answering.streamed_answer import Answer
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.settings_base import recorded_settings
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.kernels.topk import topk
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.settings_base import recorded_settings
 
 
 class GenerationFile:

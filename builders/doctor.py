@@ -28,13 +28,13 @@ from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store_folder import read_manifest
 from hdtool.data.stores.stores_at_home import StoredItem, stored_items
 from hdtool.runtime.answering.answer_prompts import Answerer
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.kernels.code_folder import code_folder, is_compiled
 from hdtool.runtime.kernels.compile_process import NOUNS, PARTS
 from hdtool.runtime.kernels.compiled import processor_name
 from hdtool.runtime.model.quantization import library_of, require_libraries
 from hdtool.runtime.model.refusals import refuse_by_configuration, without_trees
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import corpus_index_for, model_store_for
 from hdtool.runtime.target.load import load_settings, load_tokenizer, pick_device
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of, place_of

@@ -27,8 +27,8 @@ from hdtool.data.progress import ProgressBar, progress_bar
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store_file_names import holds_history
 from hdtool.data.stores.stores_at_home import history_at_home
-from hdtool.runtime.config.decoding import HOME, MEMORY, NO_HISTORY, DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.decoding import HOME, MEMORY, NO_HISTORY, DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.stores.store_opener import StoreOpener
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import CONFIG_FILES, checkpoint_of, place_of

@@ -11,9 +11,9 @@ from hdtool.cli.result_tables import rounded
 from hdtool.cli.terminal import without_control_characters
 from hdtool.data.notes import tell
 from hdtool.runtime.answering.streamed_answer import Answer
-from hdtool.runtime.config.draft_sources import SourceId, registered
 from hdtool.runtime.core.step import Finish, Stats
 from hdtool.runtime.kernels.linear_layers import has_compiled_layers
+from hdtool.runtime.settings.draft_sources import SourceId, registered
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 

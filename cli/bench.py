@@ -21,11 +21,11 @@ from hdtool.data.input_files import find_inputs
 from hdtool.data.notes import note, tell
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt, interleave_categories, interleave_tasks, read_prompts
-from hdtool.runtime.config.building import BuildConfig
-from hdtool.runtime.config.decoding import METHODS, DecodeConfig, GrammarConfig, StoresConfig
-from hdtool.runtime.config.measuring import COST_FILE, PEERS, SHAPES, WARM, BenchConfig, CostConfig, ShapeConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.settings_base import Panel, Use
+from hdtool.runtime.settings.building import BuildConfig
+from hdtool.runtime.settings.decoding import METHODS, DecodeConfig, GrammarConfig, StoresConfig
+from hdtool.runtime.settings.measuring import COST_FILE, PEERS, SHAPES, WARM, BenchConfig, CostConfig, ShapeConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.settings_base import Panel, Use
 
 if TYPE_CHECKING:
     from hdtool.builders.evaluation.experiment import Figures

@@ -15,9 +15,9 @@ from hdtool.data.notes import note, tell
 from hdtool.data.stores.kinds import BUILT_KINDS, CORPUS_KIND, MODEL_KIND
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store_folder import check_replaceable, refuse_replacing
-from hdtool.runtime.config.building import AMPHISTA, MEDUSA, BuildConfig, HeadsConfig, TrainConfig
-from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.settings_base import Panel, Use
+from hdtool.runtime.settings.building import AMPHISTA, MEDUSA, BuildConfig, HeadsConfig, TrainConfig
+from hdtool.runtime.settings.model import ModelConfig
+from hdtool.runtime.settings.settings_base import Panel, Use
 
 
 def build_model_db(

@@ -9,8 +9,8 @@ from hdtool.cli.command import quiet_libraries
 from hdtool.cli.options_from_settings import without
 from hdtool.data.errors import HdtoolError, PromptError
 from hdtool.data.notes import tell
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 
 if TYPE_CHECKING:
     from hdtool.cli.chat_session import ChatSession, ReadMessage

@@ -20,8 +20,8 @@ from hdtool.data.own_files import json_object
 from hdtool.data.prompts import Message, Prompt
 from hdtool.data.row_readers import RowError
 from hdtool.runtime.answering.answer_prompts import Answerer
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.step import Finish, Stats
+from hdtool.runtime.settings.draft_sources import SourceId
 
 ReadMessage = Callable[[], str]
 """Function that returns the next message and raises EOFError at the end of the input."""

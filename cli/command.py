@@ -23,9 +23,9 @@ from hdtool.data.errors import OptionError
 from hdtool.data.progress import show_bars
 from hdtool.data.prompts import Prompt, read_tools
 from hdtool.data.stores.stores_at_home import NO_STORE
-from hdtool.runtime.config.decoding import METHODS, GrammarConfig
-from hdtool.runtime.config.measuring import PEERS, SHAPE_PEERS, ShapeConfig
-from hdtool.runtime.config.settings_base import ANY_USE, Panel, Use
+from hdtool.runtime.settings.decoding import METHODS, GrammarConfig
+from hdtool.runtime.settings.measuring import PEERS, SHAPE_PEERS, ShapeConfig
+from hdtool.runtime.settings.settings_base import ANY_USE, Panel, Use
 
 STORE_OPTIONS = ("model_db", "corpus_db")
 

@@ -14,10 +14,10 @@ from hdtool.cli.options_from_settings import only, without
 from hdtool.data.errors import OptionError, did_you_mean
 from hdtool.data.notes import note, tell
 from hdtool.data.progress import count_of
-from hdtool.runtime.config.building import BuildConfig
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.settings_base import Panel
+from hdtool.runtime.settings.building import BuildConfig
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig
+from hdtool.runtime.settings.settings_base import Panel
 
 
 def convert(

@@ -14,9 +14,9 @@ from hdtool.data import demo as demo_files
 from hdtool.data.demo import EMBEDDED, SMOLLM2
 from hdtool.data.notes import tell
 from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.settings_base import Panel
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.settings_base import Panel
 
 if TYPE_CHECKING:
     from hdtool.runtime.answering.answer_prompts import Answerer

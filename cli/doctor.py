@@ -13,7 +13,7 @@ from hdtool.cli import options_from_settings as options
 from hdtool.cli.command import quiet_libraries
 from hdtool.cli.options_from_settings import only
 from hdtool.data.progress import count_of
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.model import ModelConfig
 
 if TYPE_CHECKING:
     from hdtool.builders.doctor import Finding

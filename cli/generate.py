@@ -21,10 +21,10 @@ from hdtool.data.notes import tell
 from hdtool.data.progress import count_of
 from hdtool.data.prompts import Prompt, read_prediction, read_prompts
 from hdtool.data.record_counts import Tally
-from hdtool.runtime.config.building import BuildConfig
-from hdtool.runtime.config.decoding import DecodeConfig, GrammarConfig, RecordingConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.settings_base import Panel
+from hdtool.runtime.settings.building import BuildConfig
+from hdtool.runtime.settings.decoding import DecodeConfig, GrammarConfig, RecordingConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.settings_base import Panel
 
 
 def collect(
@@ -128,7 +128,7 @@ def generate(
         stream_answer,
     )
     from hdtool.runtime.answering.answer_prompts import Answerer
-    from hdtool.runtime.config.draft_sources import SourceId
+    from hdtool.runtime.settings.draft_sources import SourceId
 
     quiet_libraries()
     answerer = Answerer(loading, decoding, sampling, chat, stores)

@@ -23,8 +23,8 @@ from hdtool.data.stores.kinds import MODEL_KIND
 from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store_file_names import holds_history, printable
 from hdtool.data.stores.store_folder import damaged_files, read_store, require_store
-from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.settings_base import Panel
+from hdtool.runtime.settings.model import ModelConfig
+from hdtool.runtime.settings.settings_base import Panel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

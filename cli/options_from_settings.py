@@ -14,10 +14,10 @@ import typer
 
 from hdtool.cli.command import HELP_ALL, MODEL_ARGUMENT, Option, help_all, method_names, model_argument
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config.decoding import HIERARCHIES
-from hdtool.runtime.config.draft_sources import SOURCE_NAMES
-from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.settings_base import RARE, NoEffect, Panel, Settings, Use, option_of
+from hdtool.runtime.settings.decoding import HIERARCHIES
+from hdtool.runtime.settings.draft_sources import SOURCE_NAMES
+from hdtool.runtime.settings.model import ModelConfig
+from hdtool.runtime.settings.settings_base import RARE, NoEffect, Panel, Settings, Use, option_of
 
 T = TypeVar("T")
 _types = cache(get_type_hints)

@@ -18,10 +18,10 @@ from hdtool.data.own_files import is_json_lines_with
 from hdtool.data.progress import with_progress
 from hdtool.data.record_counts import Tally
 from hdtool.data.texts_and_traces import Trace, read_traces
-from hdtool.runtime.config.building import BuildConfig
-from hdtool.runtime.config.decoding import READ_LOGITS, TAKE_HISTORY, ReplayConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.settings_base import Panel, Use
+from hdtool.runtime.settings.building import BuildConfig
+from hdtool.runtime.settings.decoding import READ_LOGITS, TAKE_HISTORY, ReplayConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig
+from hdtool.runtime.settings.settings_base import Panel, Use
 
 if TYPE_CHECKING:
     from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader

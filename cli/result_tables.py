@@ -16,8 +16,8 @@ from hdtool.builders.evaluation.scores import ALL_TASKS, PLAIN_METHOD, Score, Sc
 from hdtool.data.bench_results import Results
 from hdtool.data.notes import tell
 from hdtool.data.progress import count_of
-from hdtool.runtime.config.measuring import COLD, WARM
-from hdtool.runtime.config.model import INT8
+from hdtool.runtime.settings.measuring import COLD, WARM
+from hdtool.runtime.settings.model import INT8
 
 if TYPE_CHECKING:
     from hdtool.builders.evaluation.replay import ReplayedTurn, ReplayResult
@@ -257,7 +257,7 @@ def _memory(result: ReplayResult) -> dict[str, Any]:
 
 def turn_record(result: ReplayResult, turn: ReplayedTurn) -> dict[str, Any]:
     """Return one record of the ``--steps`` file: the steps of one method in one turn."""
-    from hdtool.runtime.config.draft_sources import SourceId
+    from hdtool.runtime.settings.draft_sources import SourceId
 
     return {
         "method": result.method,

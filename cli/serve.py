@@ -13,10 +13,10 @@ from hdtool.cli.command import Option, quiet_libraries
 from hdtool.cli.options_from_settings import without
 from hdtool.data.errors import OptionError, ServeError, did_you_mean, install_command
 from hdtool.data.notes import note, tell
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.serving import ServerConfig, VllmConfig
-from hdtool.runtime.config.settings_base import Panel
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.serving import ServerConfig, VllmConfig
+from hdtool.runtime.settings.settings_base import Panel
 
 if TYPE_CHECKING:
     from hdtool.runtime.integrations.vllm.start_vllm import Launch

@@ -15,9 +15,9 @@ from hdtool.data.errors import OptionError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.notes import tell
 from hdtool.data.progress import count_of
-from hdtool.runtime.config.building import SetupConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.settings_base import Panel, Settings, option_of
+from hdtool.runtime.settings.building import SetupConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.settings_base import Panel, Settings, option_of
 
 if TYPE_CHECKING:
     from hdtool.builders.setup.stages import SetupPlan, Stages

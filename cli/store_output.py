@@ -21,8 +21,8 @@ from hdtool.data.record_counts import Tally
 from hdtool.data.stores.kinds import CORPUS_KIND, MODEL_KIND
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store_file_names import printable
-from hdtool.runtime.config.building import BuildConfig
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.building import BuildConfig
+from hdtool.runtime.settings.model import ModelConfig
 
 if TYPE_CHECKING:
     from hdtool.builders.stores.local_executor import BuildExecutor

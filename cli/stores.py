@@ -40,9 +40,9 @@ from hdtool.data.stores.stores_at_home import (
     stored_items,
     with_unique_names,
 )
-from hdtool.runtime.config.building import BuildConfig
-from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.settings_base import Panel, Use
+from hdtool.runtime.settings.building import BuildConfig
+from hdtool.runtime.settings.model import ModelConfig
+from hdtool.runtime.settings.settings_base import Panel, Use
 
 if TYPE_CHECKING:
     from hdtool.runtime.stores.corpus_index import CorpusIndex

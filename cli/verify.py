@@ -12,9 +12,9 @@ from hdtool.cli.options_from_settings import only, without
 from hdtool.data import demo
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.runtime.config.decoding import DecodeConfig, GrammarConfig, StoresConfig, VerifyConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.settings_base import Panel
+from hdtool.runtime.settings.decoding import DecodeConfig, GrammarConfig, StoresConfig, VerifyConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.settings_base import Panel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

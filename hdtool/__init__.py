@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from hdtool.data.errors import HdtoolError
     from hdtool.data.prompts import Grammar
     from hdtool.runtime.answering.answer_plan import sampler_for
-    from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-    from hdtool.runtime.config.draft_sources import Source, register
-    from hdtool.runtime.config.model import ModelConfig, SamplingConfig
     from hdtool.runtime.core.request import Request
     from hdtool.runtime.core.session import decode, decode_batch
     from hdtool.runtime.core.step import Stats
     from hdtool.runtime.drafters.drafter_factory import drafter_for
     from hdtool.runtime.integrations.hf_generate import Generator
+    from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+    from hdtool.runtime.settings.draft_sources import Source, register
+    from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
     from hdtool.runtime.stores.store_set import StoreSet, open_store
     from hdtool.runtime.target.load import load
 
@@ -54,24 +54,24 @@ __all__ = [
 ]
 
 _PLACES = {
-    "DecodeConfig": "hdtool.runtime.config.decoding",
+    "DecodeConfig": "hdtool.runtime.settings.decoding",
     "Generator": "hdtool.runtime.integrations.hf_generate",
     "Grammar": "hdtool.data.prompts",
     "HdtoolError": "hdtool.data.errors",
-    "ModelConfig": "hdtool.runtime.config.model",
+    "ModelConfig": "hdtool.runtime.settings.model",
     "Request": "hdtool.runtime.core.request",
-    "SamplingConfig": "hdtool.runtime.config.model",
-    "Source": "hdtool.runtime.config.draft_sources",
+    "SamplingConfig": "hdtool.runtime.settings.model",
+    "Source": "hdtool.runtime.settings.draft_sources",
     "Stats": "hdtool.runtime.core.step",
     "StoreSet": "hdtool.runtime.stores.store_set",
-    "StoresConfig": "hdtool.runtime.config.decoding",
+    "StoresConfig": "hdtool.runtime.settings.decoding",
     "Verifier": "hdtool.builders.evaluation.verify",
     "decode": "hdtool.runtime.core.session",
     "decode_batch": "hdtool.runtime.core.session",
     "drafter_for": "hdtool.runtime.drafters.drafter_factory",
     "load": "hdtool.runtime.target.load",
     "open_store": "hdtool.runtime.stores.store_set",
-    "register": "hdtool.runtime.config.draft_sources",
+    "register": "hdtool.runtime.settings.draft_sources",
     "sampler_for": "hdtool.runtime.answering.answer_plan",
 }
 """Module that defines each public name."""

@@ -9,8 +9,6 @@ import sys
 
 from hdtool.data import demo
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.decoding import METHODS, TRAINED, DecodeConfig
-from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.engines.cpu.layer_experts import expert_function
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers
@@ -22,6 +20,8 @@ from hdtool.runtime.kernels.compile_process import PASSES
 from hdtool.runtime.kernels.int8_matmul import int8_matmul_of
 from hdtool.runtime.kernels.matmul import matmul_of
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, FORMATS
+from hdtool.runtime.settings.decoding import METHODS, TRAINED, DecodeConfig
+from hdtool.runtime.settings.serving import VllmConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.model_store import ModelStore

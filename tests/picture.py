@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from hdtool.runtime.config.draft_sources import registered
+from hdtool.runtime.settings.draft_sources import registered
 
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "assets" / "terminal.svg"

@@ -17,11 +17,11 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answering.answer_plan import plan_answer
 from hdtool.runtime.answering.dialogues import Dialogue
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.generation.stop_strings import TextPiece
 from hdtool.runtime.generation.text_stream import text_of
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 

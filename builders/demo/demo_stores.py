@@ -22,8 +22,8 @@ from hdtool.data.progress import progress_bar
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store_folder import file_checksum, read_manifest
 from hdtool.data.texts_and_traces import RecordReader
-from hdtool.runtime.config.decoding import StoresConfig
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.decoding import StoresConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of

@@ -16,10 +16,10 @@ from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.answering.answer_plan import compiler_for
-from hdtool.runtime.config.measuring import COLD, WARM
 from hdtool.runtime.core.request import room_for
 from hdtool.runtime.core.step import Finish
 from hdtool.runtime.generation.grammar import GrammarCompiler
+from hdtool.runtime.settings.measuring import COLD, WARM
 from hdtool.runtime.target.load import Loaded
 
 OnTurn = Callable[[], None]

@@ -40,15 +40,15 @@ from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt, interleave_categories
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.config.decoding import METHODS, DecodeConfig, StoresConfig, methods_with
-from hdtool.runtime.config.draft_sources import SOURCE_LETTERS
-from hdtool.runtime.config.measuring import LLAMA_CPP, OTHER_FILE, PEERS, WITHOUT_GRAMMARS, BenchConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.settings_base import recorded_settings
 from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compiling
 from hdtool.runtime.drafters.trained_drafter_factory import methods_with_drafters
 from hdtool.runtime.kernels.linear_layers import has_compiled_layers, share_weights
 from hdtool.runtime.kernels.machine_name import dtype_name
+from hdtool.runtime.settings.decoding import METHODS, DecodeConfig, StoresConfig, methods_with
+from hdtool.runtime.settings.draft_sources import SOURCE_LETTERS
+from hdtool.runtime.settings.measuring import LLAMA_CPP, OTHER_FILE, PEERS, WITHOUT_GRAMMARS, BenchConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.settings_base import recorded_settings
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load, load_stock, load_tokenizer
 

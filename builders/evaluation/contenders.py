@@ -16,8 +16,6 @@ from hdtool.builders.evaluation.experiment import DecodedTurn, timed_turn
 from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.runtime.answering.answer_plan import generate_options, plan_answer
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.request import room_for
 from hdtool.runtime.core.step import Finish
@@ -26,6 +24,8 @@ from hdtool.runtime.generation.generation_settings import refuse_settings
 from hdtool.runtime.generation.grammar import Guide, masks_of
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.model.transformers_internals import cache_in
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded

@@ -9,12 +9,12 @@ import torch
 
 from hdtool.data.stores.store_file_names import MANIFEST
 from hdtool.data.stores.store_folder import file_checksum
-from hdtool.runtime.config.model import INT8
 from hdtool.runtime.kernels.linear_layers import has_compiled_layers
 from hdtool.runtime.kernels.machine_name import dtype_name, machine
 from hdtool.runtime.model.compact_layers import has_compact_weights
 from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.model.quantization import library_of
+from hdtool.runtime.settings.model import INT8
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 

@@ -12,13 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.answered_questions import AnsweredTurn, Answers
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.measuring import COLD, WARM
 from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.session import decode_request
 from hdtool.runtime.core.step import Stats, Step
 from hdtool.runtime.generation.stop_strings import TextPiece
 from hdtool.runtime.generation.text_stream import pieces_of
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.measuring import COLD, WARM
 from hdtool.runtime.target.target import Target
 
 Question = TypeVar("Question")

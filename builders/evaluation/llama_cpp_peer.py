@@ -15,11 +15,11 @@ from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.errors import ModelError, error_reason
 from hdtool.data.gguf_header import GGUFHeader
-from hdtool.runtime.config.measuring import LLAMA_CPP, OTHER_FILE
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.request import room_for
 from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.kernels.vector_code import has_feature
+from hdtool.runtime.settings.measuring import LLAMA_CPP, OTHER_FILE
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.weights.gguf_file import gguf_file
 

@@ -6,7 +6,7 @@ from hdtool.builders.evaluation.timing import Stopwatch, Timings, doubt
 from hdtool.data.progress import progress_bar
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import check_saving, context_lengths_for, measure_cost_curve, save_at_home
-from hdtool.runtime.config.measuring import CostConfig
+from hdtool.runtime.settings.measuring import CostConfig
 from hdtool.runtime.target.load import Loaded
 
 

@@ -26,8 +26,8 @@ from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, replay
 from hdtool.data.errors import HdtoolError
 from hdtool.data.isolated_processes import isolated_children
 from hdtool.data.progress import ProgressBar, progress_bar
-from hdtool.runtime.config.decoding import TAKE_HISTORY
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
+from hdtool.runtime.settings.decoding import TAKE_HISTORY
 from hdtool.runtime.stores.store_set import StoreSet
 
 CONVERSATIONS_PER_JOB = 128

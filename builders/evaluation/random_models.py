@@ -16,12 +16,12 @@ from hdtool.builders.evaluation.estimated_passes import PassReads, Roofline
 from hdtool.data.errors import ModelError, OptionError, did_you_mean
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import lengths_within
-from hdtool.runtime.config.measuring import SHAPES, CostConfig
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.linear_layers import compile_linear_layers
 from hdtool.runtime.kernels.machine_name import dtype_name
 from hdtool.runtime.model.devices import use_planless_attention
 from hdtool.runtime.model.refusals import refuse_by_configuration
+from hdtool.runtime.settings.measuring import SHAPES, CostConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import Loaded, load_tokenizer, pick_device, pick_dtype
 from hdtool.runtime.target.target import Target
 

@@ -15,13 +15,13 @@ from hdtool.builders.evaluation.timing import Stopwatch, timed
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.errors import HdtoolError, error_reason
 from hdtool.data.notes import note
-from hdtool.runtime.config.measuring import WARM
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.sampler import Sampler, Shortcuts
 from hdtool.runtime.core.step import Finish
 from hdtool.runtime.kernels.topk import argmax
+from hdtool.runtime.settings.measuring import WARM
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
 
 COPIED_BYTES = {"cuda": 1 << 31}

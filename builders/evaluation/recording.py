@@ -18,13 +18,13 @@ from hdtool.data.prompts import Message
 from hdtool.data.record_counts import Tally
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.caches.slots import Cache
-from hdtool.runtime.config.decoding import StoresConfig
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import PassLog, PassOptions, Verified, WaitForResults
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree, rows_of
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
+from hdtool.runtime.settings.decoding import StoresConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.stores.store_opener import StoreOpener
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load_stops, load_tokenizer

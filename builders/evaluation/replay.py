@@ -20,10 +20,6 @@ from hdtool.builders.evaluation.contenders import with_own_history
 from hdtool.builders.evaluation.recording import RecordedLogits, RecordedTurn, RecordingEngine
 from hdtool.runtime.budget.cost_curve import CostCurve, Floats
 from hdtool.runtime.budget.node_budget import Budget, CostBudget, FixedBudget
-from hdtool.runtime.config.decoding import READ_LOGITS, DecodeConfig
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.draft_token_limits import FIXED_BUDGET
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.core.engine_interface import Verified
@@ -33,6 +29,10 @@ from hdtool.runtime.core.step import Step
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.kernels.compiled import Ints
+from hdtool.runtime.settings.decoding import READ_LOGITS, DecodeConfig
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.draft_token_limits import FIXED_BUDGET
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 
 

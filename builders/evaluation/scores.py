@@ -12,9 +12,9 @@ from hdtool.data.answered_questions import AnsweredQuestion
 from hdtool.data.bench_results import Results
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import tasks_of
-from hdtool.runtime.config.decoding import METHODS, DecodeConfig
-from hdtool.runtime.config.measuring import PEERS
-from hdtool.runtime.config.model import SamplingConfig
+from hdtool.runtime.settings.decoding import METHODS, DecodeConfig
+from hdtool.runtime.settings.measuring import PEERS
+from hdtool.runtime.settings.model import SamplingConfig
 
 ALL_TASKS = "overall"
 PLAIN_METHOD = "ar"

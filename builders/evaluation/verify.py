@@ -13,11 +13,11 @@ from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.errors import HdtoolError, error_reason
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.answering.answer_plan import compiler_for, plan_answer
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.model.quantization import quantized_layers
 from hdtool.runtime.model.reference_logits import HIGHER_PRECISION, logits_after, logits_step_by_step, more_precise
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.load import Loaded
 
 

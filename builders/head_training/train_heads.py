@@ -32,9 +32,6 @@ from hdtool.data.conversation_files import ConversationReader
 from hdtool.data.errors import OptionError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.progress import progress_bar, show_bars
-from hdtool.runtime.config.building import HeadsConfig, TrainConfig
-from hdtool.runtime.config.draft_token_limits import LARGEST_BUDGET
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, new_heads, output_files
 from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS, TOKENS_PER_RANKING, bucket_center, prob_bucket
@@ -42,6 +39,9 @@ from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.kernels.machine_name import machine
 from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.model.refusals import context_limit
+from hdtool.runtime.settings.building import HeadsConfig, TrainConfig
+from hdtool.runtime.settings.draft_token_limits import LARGEST_BUDGET
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load_stock
 from hdtool.runtime.target.target import Target
 

@@ -18,7 +18,7 @@ from hdtool.data.conversation_files import ConversationReader
 from hdtool.data.errors import RecordError
 from hdtool.data.progress import ProgressBar
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace
-from hdtool.runtime.config.building import HeadsConfig, TrainConfig
+from hdtool.runtime.settings.building import HeadsConfig, TrainConfig
 
 MIN_TOKENS = 3
 """Minimum number of tokens of an example; the first head predicts the third token of a text."""

@@ -18,8 +18,8 @@ from hdtool.builders.head_training.processes import Processes
 from hdtool.builders.head_training.training_examples import BatchSampler, Example
 from hdtool.data.errors import HeadsError, OptionError, error_reason
 from hdtool.data.output_files import OutputFile
-from hdtool.runtime.config.building import TrainConfig
 from hdtool.runtime.drafters.heads.modules import Heads
+from hdtool.runtime.settings.building import TrainConfig
 
 CHECKPOINT_FILE = "checkpoint.pt"
 CHECKPOINT_KEYS = {"heads", "optimizer", "done", "losses", "hits", "settings"}

@@ -22,8 +22,8 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import PromptError
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import INT8, ModelConfig, SamplingConfig
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import INT8, ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 

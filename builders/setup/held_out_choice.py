@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from hdtool.data.conversation import USER, Conversation
 from hdtool.data.errors import RecordError
-from hdtool.runtime.config.building import MAX_HELD_OUT
+from hdtool.runtime.settings.building import MAX_HELD_OUT
 
 
 def opening_hash(conversation: Conversation) -> bytes:

@@ -16,12 +16,12 @@ from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, SpeedP
 from hdtool.builders.evaluation.timing import timed
 from hdtool.runtime.answering.answer_plan import plan_answer
 from hdtool.runtime.budget.cost_curve import CostCurve, Floats
-from hdtool.runtime.config.decoding import NO_HISTORY, DecodeConfig
-from hdtool.runtime.config.draft_sources import HISTORY_LETTER, SOURCE_NAMES
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.session import decode_request
 from hdtool.runtime.engines.proofs.probes import some_context
+from hdtool.runtime.settings.decoding import NO_HISTORY, DecodeConfig
+from hdtool.runtime.settings.draft_sources import HISTORY_LETTER, SOURCE_NAMES
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 

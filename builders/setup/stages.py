@@ -41,13 +41,13 @@ from hdtool.data.stores.store_folder import read_manifest, recorded_name
 from hdtool.data.stores.stores_at_home import NO_STORE, corpus_index_at_home, model_store_at_home
 from hdtool.data.texts_and_traces import Record, RecordReader, read_traces
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.config.building import SetupConfig
-from hdtool.runtime.config.decoding import StoresConfig
-from hdtool.runtime.config.measuring import CostConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compiling
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.kernels.machine_name import device_name, dtype_name, machine
+from hdtool.runtime.settings.building import SetupConfig
+from hdtool.runtime.settings.decoding import StoresConfig
+from hdtool.runtime.settings.measuring import CostConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.model_store import rankings_in
 from hdtool.runtime.stores.store_opener import StoreOpener
 from hdtool.runtime.stores.store_set import StoreSet

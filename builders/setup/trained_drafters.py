@@ -8,7 +8,11 @@ from pathlib import Path
 from hdtool.data.errors import HdtoolError
 from hdtool.data.notes import note
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.config.decoding import (
+from hdtool.runtime.drafters.heads.checkpoint import SETTINGS_FILE, read_settings
+from hdtool.runtime.drafters.trained.checkpoints import SMALL_MODEL, PublishedDrafter
+from hdtool.runtime.drafters.trained_drafter_factory import methods_with_drafters, trained_drafter
+from hdtool.runtime.model.model_fingerprint import fingerprint
+from hdtool.runtime.settings.decoding import (
     DRAFT_MODEL,
     HEADS_DRAFTER,
     HIERARCHIES,
@@ -16,10 +20,6 @@ from hdtool.runtime.config.decoding import (
     MTP_DRAFTER,
     DecodeConfig,
 )
-from hdtool.runtime.drafters.heads.checkpoint import SETTINGS_FILE, read_settings
-from hdtool.runtime.drafters.trained.checkpoints import SMALL_MODEL, PublishedDrafter
-from hdtool.runtime.drafters.trained_drafter_factory import methods_with_drafters, trained_drafter
-from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.target.load import Loaded
 
 

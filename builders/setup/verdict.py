@@ -9,7 +9,7 @@ from typing import Any
 
 from hdtool.builders.setup.advice import advice, source_gains
 from hdtool.data.progress import count_of
-from hdtool.runtime.config.model import SamplingConfig
+from hdtool.runtime.settings.model import SamplingConfig
 
 HD_METHOD = "hd"
 MIN_SPEEDUP = 1.05

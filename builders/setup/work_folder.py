@@ -28,7 +28,7 @@ from hdtool.data.stores.store_file_names import (
 )
 from hdtool.data.stores.store_folder import recorded_name
 from hdtool.data.stores.stores_at_home import SHOWN_FINGERPRINT_DIGITS, StoredItem, remove_empty
-from hdtool.runtime.config.measuring import COST_FILE
+from hdtool.runtime.settings.measuring import COST_FILE
 
 SETUP_FORMAT = 2
 RESULTS_FILE, HELD_OUT_FILE, HALF_STORE = "setup.json", "held-out.jsonl", "half"

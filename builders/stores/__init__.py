@@ -1,4 +1,4 @@
 """Builds and edits stores; build executors run the builds locally or on a Ray cluster.
 
-Imports only ``data``, ``runtime/config``, ``runtime/kernels``, ``runtime/stores`` and ``runtime/target``.
+Imports only ``data``, ``runtime/settings``, ``runtime/kernels``, ``runtime/stores`` and ``runtime/target``.
 """

@@ -23,9 +23,9 @@ from hdtool.data.progress import progress_bar
 from hdtool.data.stores.kinds import CORPUS_KIND, MODEL_KIND
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store_folder import FolderCheck, building
-from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.topk import topk
+from hdtool.runtime.settings.building import BuildConfig
 from hdtool.runtime.stores.model_store import (
     HASH_HIGH,
     HASH_LOW,

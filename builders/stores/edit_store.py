@@ -36,8 +36,8 @@ from hdtool.data.stores.store_folder import (
     require_store,
     require_unchanged,
 )
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.compiled import Ints
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.stores.history_metadata import StoredConversation
 from hdtool.runtime.stores.history_store import HistoryStore
 from hdtool.runtime.stores.mapped_files import documents_of

@@ -18,13 +18,13 @@ from transformers import (
 )
 
 from hdtool.data.errors import HdtoolError, ModelError, error_reason
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.request import Key, Observer, Request, room_for
 from hdtool.runtime.core.sampler import Criterion, Sampler
 from hdtool.runtime.generation.generation_settings import NO_SETTINGS, refuse_settings
 from hdtool.runtime.generation.grammar import GrammarCompiler, Guide, guided_drafter, masks_of
 from hdtool.runtime.generation.text_stream import TextStream
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.load import Loaded
 
 if TYPE_CHECKING:

@@ -14,8 +14,6 @@ from hdtool.runtime.answering.answer_plan import compiler_for, plan_answer
 from hdtool.runtime.answering.dialogues import Dialogue, Dialogues
 from hdtool.runtime.answering.streamed_answer import Answer
 from hdtool.runtime.budget.measure_passes import quick_record
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.request import Observer, Request, room_for
@@ -24,6 +22,8 @@ from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.drafter_factory import compile_ahead, drafters_for
 from hdtool.runtime.generation.generation_settings import refuse_settings
 from hdtool.runtime.kernels.compile_process import DRAFTER, is_compiling
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.target.cpu_threads import choose_threads
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.tensor_parallel import check_decoding

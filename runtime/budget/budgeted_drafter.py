@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import AcceptanceRates, Probs, path_probs
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.kernels.compiled import Ints
+from hdtool.runtime.settings.draft_sources import SourceId
 
 
 class BudgetedDrafter(Drafter):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hdtool.data.errors import CostError, os_errors_as
 from hdtool.data.output_files import OutputFile
 from hdtool.data.own_files import is_json_with
-from hdtool.runtime.config.measuring import COST_FILE
+from hdtool.runtime.settings.measuring import COST_FILE
 
 COST_CURVE_FORMAT = 1
 COST_CURVE_EXAMPLE = '"0:20.1,8:20.9,32:24"'

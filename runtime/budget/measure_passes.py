@@ -19,13 +19,13 @@ from hdtool.data.notes import note
 from hdtool.data.progress import progress_bar
 from hdtool.runtime.budget.cost_curve import CostCurve, Floats, cost_file, interpolated
 from hdtool.runtime.budget.pass_costs import PASS_SIZES
-from hdtool.runtime.config.measuring import CostConfig
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.engines.proofs.probes import some_context
 from hdtool.runtime.kernels.linear_layers import has_compiled_layers
 from hdtool.runtime.kernels.machine_name import device_name, dtype_name
 from hdtool.runtime.model.compact_layers import has_compact_weights
 from hdtool.runtime.model.model_fingerprint import fingerprint
+from hdtool.runtime.settings.measuring import CostConfig
 from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.target.target import Target
 

@@ -21,9 +21,9 @@ from hdtool.runtime.budget.pass_costs import (
     confirming_passes,
     estimated_cost,
 )
-from hdtool.runtime.config.draft_token_limits import FIXED_BUDGET, LARGEST_BUDGET
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.kernels.compiled import Ints, array_at, compiled
+from hdtool.runtime.settings.draft_token_limits import FIXED_BUDGET, LARGEST_BUDGET
 
 if TYPE_CHECKING:
     from hdtool.runtime.budget.cost_curve import CostCurve

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.config.draft_token_limits import LARGEST_BUDGET
 from hdtool.runtime.kernels.compiled import Uncopyable, array_at, compiled
+from hdtool.runtime.settings.draft_token_limits import LARGEST_BUDGET
 
 if TYPE_CHECKING:
     from hdtool.runtime.budget.cost_curve import CostCurve

@@ -18,7 +18,6 @@ from transformers import (
 )
 
 from hdtool.data.errors import ModelError, PromptError
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.exponential_race import ExponentialRace
 from hdtool.runtime.core.top_k_top_p import (
     NOT_FINITE,
@@ -33,6 +32,7 @@ from hdtool.runtime.core.tree import LARGEST_TREE
 from hdtool.runtime.core.tree_walks import compile_drawn_walks, ranked_for
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import argmax
+from hdtool.runtime.settings.model import SamplingConfig
 
 NOTHING_ALLOWED = "the grammar leads to a place where no token of this model's vocabulary may follow"
 NO_BITS = np.frombuffer(b"", np.uint8)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.tree import DraftTree
+from hdtool.runtime.settings.draft_sources import SourceId
 
 
 class Finish(StrEnum):

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.config.draft_token_limits import LARGEST_BUDGET
 from hdtool.runtime.kernels.compiled import Ints, compiled
+from hdtool.runtime.settings.draft_token_limits import LARGEST_BUDGET
 
 ROOT = -1
 """Parent of the nodes that directly follow the last emitted token."""

@@ -6,11 +6,11 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from threading import Thread
 
-from hdtool.runtime.config.decoding import HIERARCHIES, METHODS
 from hdtool.runtime.core.drafter import Drafter, NoDraft, WrappedDrafter, draft_many
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.drafter_factory import compile_hierarchy
 from hdtool.runtime.kernels.compile_process import DRAFTER, is_compiling, wait_until_compiled
+from hdtool.runtime.settings.decoding import HIERARCHIES, METHODS
 
 
 def deferred(method: str, make: Callable[[], list[Drafter]], number: int) -> list[Drafter]:

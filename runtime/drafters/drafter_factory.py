@@ -18,9 +18,6 @@ from hdtool.runtime.budget.node_budget import (
     SharedCosts,
 )
 from hdtool.runtime.caches.accepted_path_moves import compile_moves
-from hdtool.runtime.config.decoding import HIERARCHIES, TRAINED, DecodeConfig, PaperConfig
-from hdtool.runtime.config.draft_sources import plugins
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.tree import compile_trees
 from hdtool.runtime.core.tree_walks import compile_walks
@@ -36,6 +33,9 @@ from hdtool.runtime.drafters.trained_drafter_factory import trained_alone, train
 from hdtool.runtime.kernels.code_folder import mark_compiled
 from hdtool.runtime.kernels.compile_process import DRAFTER, PARTS, PASSES, start_compiling, wait_until_compiled
 from hdtool.runtime.model.model_fingerprint import fingerprint
+from hdtool.runtime.settings.decoding import HIERARCHIES, TRAINED, DecodeConfig, PaperConfig
+from hdtool.runtime.settings.draft_sources import plugins
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import pick_device

@@ -10,13 +10,13 @@ import numpy.typing as npt
 
 from hdtool.runtime.budget.budgeted_drafter import BudgetedDrafter
 from hdtool.runtime.budget.node_budget import Budget
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.trained.proposal import best_paths
 from hdtool.runtime.drafters.trained.proposer import TrainedProposer
+from hdtool.runtime.settings.draft_sources import SourceId
 
 if TYPE_CHECKING:
     from hdtool.runtime.drafters.heads.checkpoint import SavedHeads

@@ -6,16 +6,6 @@ from typing import TYPE_CHECKING
 
 from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate
-from hdtool.runtime.config.decoding import (
-    DRAFT_MODEL,
-    HEADS_DRAFTER,
-    METHODS,
-    MTP_DRAFTER,
-    TAKE_TREE,
-    TRAINED,
-    DecodeConfig,
-)
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.drafters.heads.checkpoint import heads_for, methods_with_heads
 from hdtool.runtime.drafters.heads.head_rankings import HeadsState, sequential_drafter
 from hdtool.runtime.drafters.heads.modules import ParallelHeads
@@ -35,6 +25,16 @@ from hdtool.runtime.drafters.trained.gemma4_assistant import AssistantModule, lo
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter, mtp_layers_of
 from hdtool.runtime.drafters.trained.path_drafting import path_drafter
 from hdtool.runtime.drafters.trained.proposer import TrainedProposer
+from hdtool.runtime.settings.decoding import (
+    DRAFT_MODEL,
+    HEADS_DRAFTER,
+    METHODS,
+    MTP_DRAFTER,
+    TAKE_TREE,
+    TRAINED,
+    DecodeConfig,
+)
+from hdtool.runtime.settings.draft_sources import SourceId
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,4 +1,4 @@
 """Generation settings, grammars, stop strings, and text streams that turn tokens into text.
 
-Imports only `data`, `runtime/config`, `runtime/core` and `runtime/kernels`.
+Imports only `data`, `runtime/settings`, `runtime/core` and `runtime/kernels`.
 """

@@ -17,12 +17,12 @@ from transformers import LogitsProcessor
 
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Grammar, GrammarKind
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.drafter import Drafter, NoDraft, WrappedDrafter
 from hdtool.runtime.core.prefix_cache import common_prefix_length
 from hdtool.runtime.core.sampler import NOTHING_ALLOWED
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, UNDETERMINED, DraftTree
 from hdtool.runtime.kernels.compiled import Array
+from hdtool.runtime.settings.draft_sources import SourceId
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from hdtool.runtime.config.draft_sources import SourceId
+from hdtool.runtime.settings.draft_sources import SourceId
 
 TextPiece = tuple[str, SourceId]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from hdtool.runtime.config.draft_sources import SourceId
+from hdtool.runtime.settings.draft_sources import SourceId
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from hdtool.data.errors import HdtoolError
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.integrations.generate_request import UnsupportedCallError
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load_tokenizer
 
 if TYPE_CHECKING:

@@ -22,8 +22,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.answering.answer_plan import AnswerPlan, criteria_and_ends
-from hdtool.runtime.config.decoding import HIERARCHIES, DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.sampler import Criterion, Sampler, Shortcuts, seed_of
@@ -45,6 +43,8 @@ from hdtool.runtime.model.transformers_internals import (
     processor_of_row,
     use_masked_attention,
 )
+from hdtool.runtime.settings.decoding import HIERARCHIES, DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.stores.store_opener import StoreOpener
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, ends_of, target_of_loaded

@@ -28,9 +28,9 @@ from hdtool.data.output_files import OutputFile
 from hdtool.data.own_files import json_object
 from hdtool.data.prompts import Grammar, Message, Prompt
 from hdtool.data.row_readers import RowError, decode_utf8, parse_json
-from hdtool.runtime.config.decoding import METHODS, DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.settings_base import Settings
+from hdtool.runtime.settings.decoding import METHODS, DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.settings_base import Settings
 
 if TYPE_CHECKING:
     from hdtool.runtime.answering.answer_prompts import Answerer

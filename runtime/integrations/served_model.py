@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hdtool.data.stores.tenant import Tenant
-from hdtool.runtime.config.decoding import StoresConfig
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.decoding import StoresConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.stores.store_opener import StoreOpener
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import served_checkpoint

@@ -11,8 +11,8 @@ from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.data.stores.stores_at_home import NO_STORE
 from hdtool.data.stores.tenant import Tenant
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.draft_sources import SOURCE_LETTERS
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.draft_sources import SOURCE_LETTERS
 from hdtool.runtime.stores.history_store import HistoryStore
 from hdtool.runtime.stores.store_set import StoreSet
 

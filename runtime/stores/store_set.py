@@ -22,8 +22,8 @@ from hdtool.data.stores.stores_at_home import (
     store_folder,
 )
 from hdtool.data.stores.tenant import history_of_tenant
-from hdtool.runtime.config.decoding import HOME, DecodeConfig, StoresConfig
-from hdtool.runtime.config.draft_sources import SOURCE_LETTERS, SOURCE_NAMES
+from hdtool.runtime.settings.decoding import HOME, DecodeConfig, StoresConfig
+from hdtool.runtime.settings.draft_sources import SOURCE_LETTERS, SOURCE_NAMES
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_ring import create_if_new
 from hdtool.runtime.stores.history_store import History, HistoryStore

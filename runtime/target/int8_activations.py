@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config.model import BLOCKS, ModelConfig
 from hdtool.runtime.model.quantization import LIBRARIES, MXFP4, TORCHAO, library_of
+from hdtool.runtime.settings.model import BLOCKS, ModelConfig
 from hdtool.runtime.weights.gguf_file import GGUFFile, gguf_file
 
 NO_INT8 = (

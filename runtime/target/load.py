@@ -18,7 +18,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer,
 from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError, command_for_missing, did_you_mean
 from hdtool.data.notes import note
 from hdtool.data.stores.manifest import Checkpoint
-from hdtool.runtime.config.model import BLOCKS, DEVICES, INT8, ModelConfig
 from hdtool.runtime.engines.captured_functions import never
 from hdtool.runtime.generation.generation_settings import generation_settings
 from hdtool.runtime.kernels.compile_process import core_left_free
@@ -36,6 +35,7 @@ from hdtool.runtime.model.quantization import (
 )
 from hdtool.runtime.model.refusals import refuse_by_configuration
 from hdtool.runtime.model.transformers_internals import is_known_type, text_class
+from hdtool.runtime.settings.model import BLOCKS, DEVICES, INT8, ModelConfig
 from hdtool.runtime.target.int8_activations import NO_INT8, refuse_by_file, refuse_by_settings
 from hdtool.runtime.target.proof_cache import KeptProof, Proof, logits_hash, proof_of
 from hdtool.runtime.target.target import Target
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from hdtool.data.stores.tenant import Tenant
-    from hdtool.runtime.config.decoding import StoresConfig
+    from hdtool.runtime.settings.decoding import StoresConfig
     from hdtool.runtime.stores.store_opener import StoreOpener
 
 T = TypeVar("T")
@@ -82,8 +82,8 @@ class Loaded:
     def store_opener(self, config: StoresConfig | None = None, tenant: Tenant | None = None) -> StoreOpener:
         """Return an opener of the model's stores and history; ``config`` may name stores."""
         # Imported here, because loading a model needs neither stores nor the libraries that read them.
-        from hdtool.runtime.config.decoding import StoresConfig
         from hdtool.runtime.model.model_fingerprint import fingerprint
+        from hdtool.runtime.settings.decoding import StoresConfig
         from hdtool.runtime.stores.store_opener import StoreOpener
 
         weights = partial(fingerprint, self.target.model)

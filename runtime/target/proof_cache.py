@@ -27,11 +27,11 @@ from hdtool.data.durable_files import CachedValue
 from hdtool.data.file_state import FileState
 from hdtool.data.home import proofs_at_home
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.engines.proofs.probes import PROOF_CONTEXT, PROOF_TREE, some_context
 from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.compiled import processor_name
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.target import Target
 
 FORMAT = 3

@@ -15,7 +15,7 @@ from hdtool.data.artifact import artifacts
 from hdtool.data.errors import ModelError, StoreError
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store_file_names import printable
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.gguf_folder import KIND
 from hdtool.runtime.weights.hub import cached_snapshot

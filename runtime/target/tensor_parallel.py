@@ -29,8 +29,8 @@ from hdtool.runtime.target.target import Target
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hdtool.runtime.config.decoding import DecodeConfig
-    from hdtool.runtime.config.model import ModelConfig
+    from hdtool.runtime.settings.decoding import DecodeConfig
+    from hdtool.runtime.settings.model import ModelConfig
 
 MESSAGE_SIZE = 1 << 14
 """Size of a message's first broadcast in bytes; any rest follows in a second. A tree takes about a tenth of this."""

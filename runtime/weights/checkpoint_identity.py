@@ -14,7 +14,7 @@ from hdtool.runtime.weights.gguf_file import gguf_file, is_path
 from hdtool.runtime.weights.hub import snapshot, weight_files
 
 if TYPE_CHECKING:
-    from hdtool.runtime.config.model import ModelConfig
+    from hdtool.runtime.settings.model import ModelConfig
 
 CONFIG_FILES = ("config.json",)
 """Names of files, at least one of which every folder with a model has."""

@@ -23,7 +23,7 @@ from hdtool.runtime.weights.hub import file_of
 from hdtool.runtime.weights.stored_pieces import Piece
 
 if TYPE_CHECKING:
-    from hdtool.runtime.config.model import ModelConfig
+    from hdtool.runtime.settings.model import ModelConfig
 
 UNQUANTIZED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of unquantized tensor formats."""

@@ -18,9 +18,9 @@ from hdtool.data.errors import OptionError
 from hdtool.data.memory import available_memory
 from hdtool.data.notes import note
 from hdtool.data.progress import progress_bar
-from hdtool.runtime.config.model import INT8, ModelConfig
 from hdtool.runtime.model.quantization import MXFP4, library_of
 from hdtool.runtime.model.transformers_internals import empty_model, text_class
+from hdtool.runtime.settings.model import INT8, ModelConfig
 from hdtool.runtime.weights.checkpoint_identity import CONFIG_FILES, place_of
 from hdtool.runtime.weights.damaged_weights import WeightCheck
 from hdtool.runtime.weights.fill_model import fill, fits, on_request

@@ -24,9 +24,9 @@ from hdtool.data import demo
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.prompts import Prompt, interleave_tasks, read_prompts
 from hdtool.runtime.answering.answer_prompts import Answerer
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.kernels.machine_name import machine
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from tests.benchmarks.laboratory import Outcome, Table, parser_of
 
 

@@ -28,9 +28,9 @@ from hdtool.builders.stores.local_executor import BuildExecutor
 from hdtool.data.documents import Document, InputFile, stored_documents
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.texts_and_traces import RecordReader
-from hdtool.runtime.config.building import BuildConfig
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.machine_name import machine
+from hdtool.runtime.settings.building import BuildConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.suffix_search import find_longest, shards_at
 from hdtool.runtime.target.load import load_tokenizer

@@ -17,8 +17,8 @@ from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.answering.answer_prompts import Answerer
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from tests.benchmarks.demo_texts import KINDS

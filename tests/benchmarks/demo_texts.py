@@ -24,7 +24,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load_tokenizer
 
 DEFAULT_DOCS = Path(f"/usr/share/doc/python3.{sys.version_info.minor}/html/_sources")

@@ -13,14 +13,14 @@ from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.answering.answer_plan import plan_answer
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.session import decode_request
 from hdtool.runtime.core.tree import ROOT, DraftTree
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.target.load import load
 from tests.benchmarks.laboratory import parser_of
 

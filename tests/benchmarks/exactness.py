@@ -11,10 +11,10 @@ import sys
 
 import torch
 
-from hdtool.runtime.config.decoding import METHODS, DecodeConfig, StoresConfig
-from hdtool.runtime.config.measuring import WARM
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.kernels.machine_name import machine
+from hdtool.runtime.settings.decoding import METHODS, DecodeConfig, StoresConfig
+from hdtool.runtime.settings.measuring import WARM
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.target.load import load
 from tests.benchmarks.laboratory import Outcome, Table, demo_prompts, method_contender, on_numbered_prompts, parser_of
 from tests.support.oracle import generated

@@ -19,13 +19,13 @@ from torch.nn import Module, functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hdtool.runtime.caches.kv_cache import HeadShape, KVTensors, LayerShape
-from hdtool.runtime.config.measuring import SHAPES
 from hdtool.runtime.engines.reference.operations import HeadLayout, HeadNorms, KeysAndValues, Norm, Operations, Residual
 from hdtool.runtime.engines.reference.program_pass import Matmul, ProgramPass
 from hdtool.runtime.model.hidden_states import HiddenStates
 from hdtool.runtime.model.pass_inputs import FULL, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.program.embedding_and_head import Rotary
 from hdtool.runtime.program.model_parts import EngineSupport, model_parts
+from hdtool.runtime.settings.measuring import SHAPES
 
 META = torch.device("meta")
 PROCESSORS_FILLED = 16

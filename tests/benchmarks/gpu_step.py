@@ -17,12 +17,12 @@ import torch
 from hdtool.builders.evaluation.random_models import load_shape, weight_bytes_read
 from hdtool.builders.evaluation.recorded_bench import copy_bandwidth
 from hdtool.runtime.caches.slots import Cache
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.capturable_pass import StepPass
 from hdtool.runtime.engines.captured.static_steps import StaticSteps
 from hdtool.runtime.engines.proofs.probes import some_context
 from hdtool.runtime.kernels.machine_name import machine
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.target import Target
 from tests.benchmarks.laboratory import parser_of
 from tests.support.rehearsed import captured_of

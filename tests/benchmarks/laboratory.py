@@ -19,10 +19,10 @@ from hdtool.data import demo
 from hdtool.data.chat import encode_conversation, encode_text
 from hdtool.data.prompts import read_prompts
 from hdtool.data.texts_and_traces import read_traces
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.measuring import COLD
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.measuring import COLD
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 

@@ -22,9 +22,9 @@ from hdtool.builders.evaluation.random_models import load_shape
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.chat import encode_conversation
 from hdtool.runtime.answering.answer_plan import plan_answer
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.kernels.machine_name import machine
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.target.load import Loaded, load
 from tests.benchmarks.laboratory import Outcome, Table, documentation, method_contender, parser_of
 

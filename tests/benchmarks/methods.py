@@ -17,10 +17,10 @@ import torch
 
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, replay_method
 from hdtool.data.prompts import tasks_of
-from hdtool.runtime.config.decoding import READ_LOGITS, TAKE_HISTORY, ReplayConfig
 from hdtool.runtime.drafters.drafter_factory import DRAFTER_FACTORIES
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixConfig, SuffixDecoding
 from hdtool.runtime.kernels.machine_name import machine
+from hdtool.runtime.settings.decoding import READ_LOGITS, TAKE_HISTORY, ReplayConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.laboratory import Conversations, Table, parser_of_recordings, read_recordings
 

@@ -19,8 +19,8 @@ from hdtool.builders.stores.build_stores import build_model_store
 from hdtool.builders.stores.frequent_sequences import CountedDocuments, most_frequent_in_part, part_count
 from hdtool.builders.stores.ngram_groups import SEQUENCE_LENGTHS
 from hdtool.data.documents import Document, InputFile, token_type
-from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.kernels.machine_name import machine
+from hdtool.runtime.settings.building import BuildConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from tests.benchmarks.corpus_scale import build_real_index, parser_of_sizes, synthetic
 from tests.benchmarks.laboratory import Table

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from hdtool.data import demo
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.drafters.drafter_factory import drafter_for
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 from tests.benchmarks.laboratory import Outcome, Table, demo_prompts, drafting, on_prompts, parser_of

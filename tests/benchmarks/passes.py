@@ -30,14 +30,14 @@ from typing import Any, Protocol
 import torch
 
 from hdtool.data import demo
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import INT8, ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.proofs.probes import some_context
 from hdtool.runtime.kernels.linear_layers import compile_linear_layers
 from hdtool.runtime.kernels.machine_name import machine
 from hdtool.runtime.kernels.mixture_of_experts import compile_experts
 from hdtool.runtime.model.compact_layers import compact_weights
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import INT8, ModelConfig
 from hdtool.runtime.target.load import Loaded, load, load_stock, load_tokenizer
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.weights.gguf_file import GGUFFile

@@ -24,10 +24,10 @@ from typing import NamedTuple
 import torch
 
 from hdtool.data import demo
-from hdtool.runtime.config.model import ACTIVATIONS, BLOCKS, ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compact_weight import stored_of
 from hdtool.runtime.kernels.machine_name import machine
+from hdtool.runtime.settings.model import ACTIVATIONS, BLOCKS, ModelConfig
 from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.target.target import Target
 from tests.benchmarks.laboratory import Table, parser_of

@@ -48,10 +48,10 @@ from hdtool.data.errors import HdtoolError
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt, interleave_tasks, read_prompts, tasks_of
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.kernels.machine_name import machine
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.weights.gguf_file import gguf_file
 from tests.benchmarks import openvino_peer

@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hdtool.data import demo
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.integrations.generate_request import Rollouts
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.kernels.machine_name import machine
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.weights.checkpoint_identity import place_of
 from tests.benchmarks.laboratory import parser_of

@@ -15,10 +15,10 @@ import torch
 
 from hdtool.builders.evaluation.experiment import Answering, DecodedTurn, timed_turn
 from hdtool.data.chat import encode_conversation
-from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.sampler import Sampler, Shortcuts
 from hdtool.runtime.kernels.machine_name import machine
+from hdtool.runtime.settings.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.target.load import Loaded, load
 from tests.benchmarks.laboratory import Outcome, Table, parser_of, ratio_of
 from tests.support.samplers import race_winner

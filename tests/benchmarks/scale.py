@@ -28,9 +28,9 @@ from hdtool.builders.stores.suffix_array import SORT_MEMORY_FACTOR
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.texts_and_traces import RecordReader
-from hdtool.runtime.config.building import BuildConfig
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.machine_name import machine
+from hdtool.runtime.settings.building import BuildConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.stores.corpus_index import MAX_CONTEXT_TOKENS, CorpusIndex
 from hdtool.runtime.target.load import load_tokenizer
 from tests.benchmarks.laboratory import Table, parser_of

@@ -18,7 +18,7 @@ from typing import Any
 
 import openai
 
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load
 from tests.benchmarks.laboratory import parser_of
 from tests.benchmarks.process_watch import ProcessWatch

@@ -24,8 +24,8 @@ from hdtool.builders.stores.frequent_sequences import tokenized
 from hdtool.data.documents import Document
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.texts_and_traces import RecordReader
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.machine_name import machine
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.target.load import load_tokenizer

@@ -23,10 +23,10 @@ from hdtool.builders.evaluation.experiment import Answering, DecodedTurn, timed_
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.answering.answer_plan import compiler_for, plan_answer
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.core.step import Finish
 from hdtool.runtime.kernels.machine_name import machine
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.target.load import Loaded, load
 from tests.benchmarks.laboratory import NO_STORES, Outcome, Table, method_contender, parser_of, ratio_of
 from tests.support.json_schemas import JSON_SCHEMAS

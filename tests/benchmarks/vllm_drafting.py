@@ -33,8 +33,8 @@ from hdtool.builders.demo.demo_stores import stores_of_real_model
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import interleave_tasks, read_prompts
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.machine_name import machine
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load_tokenizer
 from tests.benchmarks.laboratory import Table, parser_of
 from tests.vllm.engine import ROOT, drafting

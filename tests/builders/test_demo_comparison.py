@@ -9,9 +9,9 @@ from hdtool.builders.demo.comparison import SideBySide, SpeedUp, median_figures
 from hdtool.builders.evaluation.experiment import Row, identical
 from hdtool.data import demo
 from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load
 from tests.support.spec_bench_answers import turn_of

@@ -15,7 +15,7 @@ from hdtool.data import demo
 from hdtool.data.prompts import read_prompts
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_folder import damaged_files, read_manifest
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.target.load import load_tokenizer

@@ -20,8 +20,8 @@ from hdtool.data import demo
 from hdtool.data.documents import Document, InputFile
 from hdtool.data.progress import progress_bar
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.config.decoding import StoresConfig
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.decoding import StoresConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.stores.history_ring import create_if_new
 from hdtool.runtime.stores.history_store import HistoryStore
 from hdtool.runtime.stores.model_store import VOCABULARY_RANKING_TOKENS

@@ -38,11 +38,11 @@ from hdtool.data import demo
 from hdtool.data.conversation_files import ConversationReader
 from hdtool.data.errors import HeadsError, ModelError, RecordError
 from hdtool.data.progress import progress_bar
-from hdtool.runtime.config.building import HeadsConfig, TrainConfig
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, load_heads, new_heads
 from hdtool.runtime.drafters.heads.modules import ParallelHeads
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
+from hdtool.runtime.settings.building import HeadsConfig, TrainConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load, load_tokenizer
 from hdtool.runtime.target.target import Target
 from tests.support.families import VOCABULARY, model_of

@@ -18,8 +18,8 @@ from hdtool.builders.head_training.training_examples import BatchSampler, Exampl
 from hdtool.builders.head_training.training_loop import Training
 from hdtool.cli.app import run
 from hdtool.data.errors import HeadsError
-from hdtool.runtime.config.building import HeadsConfig, TrainConfig
 from hdtool.runtime.drafters.heads.checkpoint import new_heads
+from hdtool.runtime.settings.building import HeadsConfig, TrainConfig
 from hdtool.runtime.target.target import Target
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 

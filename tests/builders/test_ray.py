@@ -40,7 +40,7 @@ from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint  # noqa: 
 from hdtool.data.stores.store_file_names import MANIFEST  # noqa: E402
 from hdtool.data.stores.store_folder import read_manifest  # noqa: E402
 from hdtool.data.texts_and_traces import RecordReader  # noqa: E402
-from hdtool.runtime.config.model import ModelConfig  # noqa: E402
+from hdtool.runtime.settings.model import ModelConfig  # noqa: E402
 from hdtool.runtime.target.load import load_tokenizer  # noqa: E402
 from tests.support.traps import Traps  # noqa: E402
 

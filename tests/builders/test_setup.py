@@ -41,10 +41,10 @@ from hdtool.data.stores.store_file_names import MANIFEST
 from hdtool.data.stores.store_folder import read_manifest
 from hdtool.runtime.budget import measure_passes
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.config.building import MAX_HELD_OUT, HeadsConfig
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
+from hdtool.runtime.settings.building import MAX_HELD_OUT, HeadsConfig
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.target.target import Target

@@ -16,8 +16,8 @@ from hdtool.cli.chat_session import ChatSession
 from hdtool.data import demo
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answering.answer_prompts import Answerer
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("known_cost")
 

@@ -20,8 +20,8 @@ import torch
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import ModelError
-from hdtool.runtime.config.decoding import DRAFT_MODEL, METHODS, MTP_DRAFTER
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.decoding import DRAFT_MODEL, METHODS, MTP_DRAFTER
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.target.load import load, load_tokenizer

@@ -13,7 +13,7 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.home import home
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load_tokenizer
 from tests.support.gguf_files import tiny_llama, write_gguf
 

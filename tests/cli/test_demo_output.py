@@ -12,10 +12,10 @@ from hdtool.cli.demo_output import figures, reasons, shortened_answer, title_and
 from hdtool.cli.terminal import COLOR_CODE
 from hdtool.data import demo
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.step import Stats, Step
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.generation.stop_strings import TextPiece
+from hdtool.runtime.settings.draft_sources import SourceId
 
 PIECES: list[TextPiece] = [
     (text, SourceId.CONTEXT if number % 3 else SourceId.NONE)

@@ -12,7 +12,7 @@ import pytest
 
 from hdtool.cli.answer_output import colored, stream_answer
 from hdtool.cli.terminal import ERASE_LINE, guard_terminal
-from hdtool.runtime.config.draft_sources import SourceId
+from hdtool.runtime.settings.draft_sources import SourceId
 from tests.support.terminal import Terminal
 
 RETITLING = "\033]0;title\007"

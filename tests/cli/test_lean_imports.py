@@ -85,7 +85,7 @@ def test_garbage_collection_waits_until_a_tokenizer_is_loaded(tmp_path: Path) ->
         + LEAN
         + "gc.callbacks.append(lambda *_: phases.append(1))\n"
         "from hdtool.runtime.target.load import load_tokenizer\n"
-        "from hdtool.runtime.config.model import ModelConfig\n"
+        "from hdtool.runtime.settings.model import ModelConfig\n"
         "assert not phases and gc.get_threshold() != usual\n"
         "load_tokenizer(ModelConfig())\n"
         "assert gc.get_threshold() == usual and (frozen := gc.get_freeze_count()) > 100_000\n"

@@ -25,7 +25,7 @@ from hdtool.data.stores.manifest import Manifest
 from hdtool.data.stores.store_file_names import LOCK_FILE, MANIFEST
 from hdtool.data.stores.store_folder import read_manifest
 from hdtool.data.stores.stores_at_home import StoredItem, model_store_at_home, store_at_home, stored_items
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 from tests.support.commands import complaint, json_of
 from tests.support.locks import deleted_lock_files

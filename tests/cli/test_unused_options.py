@@ -17,9 +17,9 @@ from typer.main import get_command
 from hdtool.cli.app import COMMAND_SECTIONS, VLLM_COMMAND, app, run
 from hdtool.cli.command import SCREEN_LINES, refuse_without_effect, use_of
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config.decoding import HIERARCHIES, METHODS, NEED_LOGITS, DecodeConfig, StoresConfig
-from hdtool.runtime.config.settings_base import Panel
 from hdtool.runtime.drafters import drafter_factory
+from hdtool.runtime.settings.decoding import HIERARCHIES, METHODS, NEED_LOGITS, DecodeConfig, StoresConfig
+from hdtool.runtime.settings.settings_base import Panel
 
 VALUES = {
     "draft_tokens": "4",

@@ -11,7 +11,7 @@ import pytest
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import read_prompts, read_tools, tools_of
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load_tokenizer
 
 WEATHER: dict[str, Any] = {

@@ -12,7 +12,7 @@ from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
 from hdtool.cli.app import run
 from hdtool.data.errors import HdtoolError, OptionError, RecordError
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace, read_traces
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load, load_stops, load_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}

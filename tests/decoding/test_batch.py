@@ -10,7 +10,6 @@ import torch
 
 from hdtool.data.errors import PromptError
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft, WrappedDrafter
 from hdtool.runtime.core.prefix_cache import PIECES
 from hdtool.runtime.core.request import Request
@@ -20,6 +19,7 @@ from hdtool.runtime.core.step import Step
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.engines.captured_functions import CaptureMaker, never
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, answer_of, answered
 from tests.support.families import model_of

@@ -23,11 +23,11 @@ from hdtool.runtime.answering.answer_prompts import Answerer
 from hdtool.runtime.answering.streamed_answer import Answer
 from hdtool.runtime.budget import measure_passes as pass_times
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.drafters.drafter_factory import drafters_for
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.generation.text_stream import TextStream
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.families import model_of

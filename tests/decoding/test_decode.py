@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hdtool.data.errors import OptionError, PromptError
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.step import Finish, Stats
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of, output_tokens, run
 from tests.support.families import VOCABULARY, model_of

@@ -6,12 +6,12 @@ import pytest
 
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answering.answer_prompts import Answerer
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters import deferred as module
 from hdtool.runtime.drafters.deferred import DeferredDrafter, deferred
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 
 PROMPTS = [Prompt.from_text(f"def add_{number}(a, b):") for number in range(3)]
 SAMPLINGS = {"greedy": SamplingConfig(), "sampled": SamplingConfig(temperature=0.8, seed=3)}

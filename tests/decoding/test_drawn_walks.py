@@ -12,12 +12,12 @@ from hypothesis import given, settings, strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hdtool.data.errors import ModelError
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import Accepted, accept
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compiled import Array
+from hdtool.runtime.settings.model import SamplingConfig
 from tests.support.samplers import processors_of
 from tests.support.trees import trees
 

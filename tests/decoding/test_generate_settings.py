@@ -16,11 +16,11 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError
 from hdtool.runtime.answering.answer_plan import NEUTRAL_SETTINGS, generate_options, sampler_for
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.generation.generation_settings import REFUSED_SETTINGS, generation_settings
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.target.load import Loaded, load
 from tests.support.decoding import answers_of
 

@@ -30,9 +30,6 @@ from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.prompts import Grammar, Prompt, grammar_of
 from hdtool.runtime.answering.answer_plan import compiler_for
 from hdtool.runtime.answering.answer_prompts import Answerer
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.accept import accept
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.engine_interface import Verified
@@ -48,6 +45,9 @@ from hdtool.runtime.generation.grammar import GrammarCompiler, Guide, GuidedDraf
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.logit_processors import LogprobRecorder
 from hdtool.runtime.integrations.server.openai_formats import TokenLogprobs
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.target.load import Loaded, load
 from tests.support.grammars import LARGE_GRAMMARS
 from tests.support.json_schemas import JSON_SCHEMAS

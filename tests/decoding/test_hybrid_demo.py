@@ -16,14 +16,14 @@ from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Prompt, interleave_categories, read_prompts
 from hdtool.runtime.answering.answer_plan import sampler_for
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.prefix_cache import MIN_TAIL_PROMPT, TAIL_TOKENS, PrefixCache, PromptReader
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.step import Step
 from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load

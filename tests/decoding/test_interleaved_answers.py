@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.heads.head_rankings import HeadsState
 from hdtool.runtime.drafters.standalone_drafter import StandaloneDrafter
+from hdtool.runtime.settings.building import HeadsConfig
 from hdtool.runtime.target.target import Target
 from tests.support.engines import captured, compiled, stock, tiny
 from tests.support.families import model_of

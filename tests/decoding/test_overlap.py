@@ -11,7 +11,6 @@ from hdtool.data.errors import ModelError
 from hdtool.runtime.budget.measure_passes import time_tree_passes
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.caches.slots import Cache
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import PassOptions, WaitForResults
 from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.sampler import Sampler
@@ -20,6 +19,7 @@ from hdtool.runtime.core.step import Step
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.engines.captured_functions import CaptureMaker, never
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.target.target import Target
 from tests.support.families import model_of

@@ -22,14 +22,14 @@ from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.answering.answer_prompts import Answerer
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.session import decode_batch
 from hdtool.runtime.core.step import Stats, Step
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, answer_of, output_tokens, run

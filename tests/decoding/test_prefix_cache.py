@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from hdtool.runtime.caches.recurrent_states import MAX_SNAPSHOTS
 from hdtool.runtime.caches.slots import Cache
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core import prefix_cache
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine_interface import Verified
@@ -24,6 +23,7 @@ from hdtool.runtime.core.step import Step
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.engines.captured_functions import CaptureMaker, Run, never
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import all_answered, answer_of, answered, answers_of, output_tokens, request, run
 from tests.support.families import FAMILIES, HYBRIDS, SHAPE, VOCABULARY, model_of

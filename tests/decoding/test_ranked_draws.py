@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, strategies as st
 from transformers import LogitsProcessorList
 
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import accept
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.sampler import Sampler
@@ -18,6 +17,7 @@ from hdtool.runtime.core.top_k_top_p import ALL_TOKENS, NOT_FINITE, UNDECIDED, W
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.core.tree_walks import draw_ranked, ranked_for
 from hdtool.runtime.kernels.topk import MAX_RANKED
+from hdtool.runtime.settings.model import SamplingConfig
 from tests.support.samplers import sampler_of
 
 VOCABULARY = 3000

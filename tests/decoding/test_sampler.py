@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from hdtool.data.errors import ModelError
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.settings.model import SamplingConfig
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
 from tests.support.samplers import processors_of, sampler_of

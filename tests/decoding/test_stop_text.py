@@ -12,10 +12,10 @@ from hypothesis import example, given, strategies as st
 from hdtool.cli.app import run
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answering.answer_prompts import Answerer
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.generation.stop_strings import before_stop, cut_at_stop
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 
 TEXTS = st.text("ab\n", max_size=12)
 QUESTIONS = ("def read(path):", "What is a list in Python?", "import os")

@@ -11,7 +11,6 @@ import pytest
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.drafters.hierarchy.compiled_source import WORKSPACE
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree_growth import (
@@ -21,6 +20,7 @@ from hdtool.runtime.drafters.hierarchy.tree_growth import (
     count_hit,
     start_calibration,
 )
+from hdtool.runtime.settings.decoding import DecodeConfig
 from hdtool.runtime.stores.store_set import StoreSet
 
 STEEP = CostCurve.parse("0:22,1:26.5,3:27,7:31,15:54,63:150")

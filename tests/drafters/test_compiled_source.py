@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.drafters.hierarchy.compiled_source import RESTART, CompiledSource, Prior, record_at, work_at
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.hierarchy.token_probabilities import contribute
+from hdtool.runtime.settings.draft_sources import SourceId
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 
 NUMBER = SourceId.LOOKAHEAD.value

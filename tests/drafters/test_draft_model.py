@@ -16,9 +16,6 @@ from hdtool.data import demo
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.drafters.drafter_factory import drafter_for, drafters_for
 from hdtool.runtime.drafters.standalone_drafter import StandaloneDrafter
 from hdtool.runtime.drafters.trained.block_drafter import BlockDrafter
@@ -26,6 +23,9 @@ from hdtool.runtime.drafters.trained.checkpoints import LOADED_BY_TARGET
 from hdtool.runtime.drafters.trained.draft_model import DraftModel, draft_model_drafter
 from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, path_drafter
 from hdtool.runtime.engines.captured_functions import CaptureMaker, never
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target

@@ -10,9 +10,6 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.decoding import PaperConfig
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.step import Finish
 from hdtool.runtime.core.tree import LARGEST_TREE
@@ -24,6 +21,9 @@ from hdtool.runtime.drafters.published.racer import Racer
 from hdtool.runtime.drafters.published.suffix_automaton import SamDecoding
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
+from hdtool.runtime.settings.decoding import PaperConfig
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.target.target import Target

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.hierarchy.token_probabilities import MANY_TOKENS, evidence_bucket
+from hdtool.runtime.settings.draft_sources import SourceId
 from tests.support.project import ROOT
 
 CONVERSATION = [1, 2, 3, 1, 2, 4, 1, 2]

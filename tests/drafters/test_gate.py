@@ -21,9 +21,6 @@ from hdtool.runtime.budget.trained_drafter_gate import (
     TRIAL_STEPS,
     TrainedDrafterGate,
 )
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import PassLog
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.standalone_drafter import StandaloneDrafter
@@ -35,6 +32,9 @@ from hdtool.runtime.drafters.trained.proposer import TrainedProposer
 from hdtool.runtime.drafters.trained.sequential_drafter import SequentialDrafter
 from hdtool.runtime.drafters.trained_drafter_factory import published_drafter, trained_drafter
 from hdtool.runtime.kernels.compiled import Array
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of, output_tokens, run

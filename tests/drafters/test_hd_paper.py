@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, strategies as st
 
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config.decoding import PaperConfig
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, NO_TOKEN, DraftTree, Trie, sequences_of
 from hdtool.runtime.drafters.published.hd_paper import SEQUENCE_LENGTH, PaperDrafter, SequenceTable, lookahead_decoding
+from hdtool.runtime.settings.decoding import PaperConfig
+from hdtool.runtime.settings.draft_sources import SourceId
 from tests.support.trees import check_integrity, path_to, tokens_to, trees
 
 Sequences = list[list[int]]

@@ -20,7 +20,6 @@ from hdtool.builders.head_training.training_examples import Example, draft_vocab
 from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.caches.kv_cache import KVTensors, StaticKVCache
 from hdtool.runtime.caches.transformers_views import SlotKVCache
-from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.drafters.heads.checkpoint import load_heads, new_heads
 from hdtool.runtime.drafters.heads.head_rankings import HeadsState
 from hdtool.runtime.drafters.heads.modules import HeadsShape, ParallelHeads
@@ -35,6 +34,7 @@ from hdtool.runtime.drafters.trained.proposal import (
 )
 from hdtool.runtime.model import hidden_states as hidden
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
+from hdtool.runtime.settings.building import HeadsConfig
 from hdtool.runtime.target.target import Target
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.heads import SEQUENTIAL, SHAPE, VARIANTS, random_for, random_heads, reference_logits

@@ -15,10 +15,6 @@ from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import MEASURED_NODES
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget
 from hdtool.runtime.budget.pass_costs import MeasuredCosts
-from hdtool.runtime.config.building import HeadsConfig
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine_interface import TopTokens
@@ -36,6 +32,10 @@ from hdtool.runtime.drafters.trained_drafter_factory import drafter_of
 from hdtool.runtime.engines import captured_functions
 from hdtool.runtime.engines.captured.ranking_passes import RankingPasses
 from hdtool.runtime.engines.captured_functions import CaptureMaker, Run, never
+from hdtool.runtime.settings.building import HeadsConfig
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, answer_of, assert_answers_of_batch, output_tokens, run

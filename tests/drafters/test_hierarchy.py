@@ -19,14 +19,14 @@ from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import TIMED_EVERY, Hierarchy
 from hdtool.runtime.kernels.compiled import HAS_CLOCK, Array
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.model_store import ModelStore

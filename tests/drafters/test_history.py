@@ -8,9 +8,6 @@ from hypothesis import given, strategies as st
 
 from hdtool.builders.evaluation.recording import accept_recorded
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.request import Request
@@ -18,6 +15,9 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.drafters.drafter_factory import drafters_for
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target

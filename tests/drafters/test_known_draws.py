@@ -7,11 +7,11 @@ import numpy.typing as npt
 import pytest
 
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import WrappedDrafter
 from hdtool.runtime.core.exponential_race import ExponentialRace
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 from tests.support.samplers import race_winner, sampler_of

@@ -9,14 +9,14 @@ from hypothesis import given, settings, strategies as st
 
 from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.decoding import DecodeConfig, ReplayConfig
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import NO_TOKEN, DraftTree
 from hdtool.runtime.drafters.published.logitspec import CONTINUATION_LENGTH, MAX_MATCH, UNRANKED, LogitSpec, look_up
 from hdtool.runtime.kernels.topk import for_topk, topk
+from hdtool.runtime.settings.decoding import DecodeConfig, ReplayConfig
+from hdtool.runtime.settings.draft_sources import SourceId
 from tests.support.trees import check_integrity, path_to
 
 NO_LOGITS = Verified(torch.empty(0))

@@ -7,14 +7,14 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import accept
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.published.lookup_methods import Lookahead
 from hdtool.runtime.kernels.topk import argmax
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 from tests.support.one_sequence import OneSequence

@@ -16,8 +16,8 @@ from numba.core.registry import CPUDispatcher
 from hdtool.runtime.core.session import decode
 from hdtool.data import demo
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.target.load import load
 from hdtool.runtime.drafters.drafter_factory import drafter_for

@@ -15,9 +15,6 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from hdtool.data import demo
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import PassLog, Verified
 from hdtool.runtime.drafters.drafter_factory import drafter_for, drafters_for
@@ -34,6 +31,9 @@ from hdtool.runtime.drafters.trained.mtp import (
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
 from hdtool.runtime.engines.captured_functions import CaptureMaker, never
 from hdtool.runtime.engines.reference.drafter_layers import DrafterLayers
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target

@@ -14,8 +14,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.building import HeadsConfig
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import Ranked
 from hdtool.runtime.drafters.heads.head_rankings import HeadsState, HydraModule, TrainedMtp, sequential_drafter
 from hdtool.runtime.drafters.heads.modules import HydraHeads, MtpHeads
@@ -37,6 +35,8 @@ from hdtool.runtime.drafters.trained.proposer import TrainedProposer
 from hdtool.runtime.drafters.trained.sequential_drafter import SequentialDrafter
 from hdtool.runtime.drafters.trained_drafter_factory import published_drafter
 from hdtool.runtime.engines.captured_functions import CaptureMaker, never
+from hdtool.runtime.settings.building import HeadsConfig
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of, assert_answers_of_batch
 from tests.support.families import model_of

@@ -16,18 +16,6 @@ from hdtool.cli.answer_output import answer_summary, colored, legend
 from hdtool.cli.app import run as main
 from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import draft_sources
-from hdtool.runtime.config.decoding import DecodeConfig, ReplayConfig
-from hdtool.runtime.config.draft_sources import (
-    PLUGINS,
-    Source,
-    SourceId,
-    register,
-    registered,
-    source_of,
-    unregister,
-)
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.step import Stats
@@ -36,6 +24,18 @@ from hdtool.runtime.drafters.hierarchy.counting_sources import MAX_PLUGIN_POSITI
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.kernels.compiled import HAS_CLOCK
+from hdtool.runtime.settings import draft_sources
+from hdtool.runtime.settings.decoding import DecodeConfig, ReplayConfig
+from hdtool.runtime.settings.draft_sources import (
+    PLUGINS,
+    Source,
+    SourceId,
+    register,
+    registered,
+    source_of,
+    unregister,
+)
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.target.target import Target

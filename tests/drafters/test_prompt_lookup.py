@@ -13,12 +13,12 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.drafters.published.lookup_methods import PromptLookup
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.draft_sources import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.trees import check_integrity
 

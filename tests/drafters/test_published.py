@@ -13,8 +13,6 @@ from hypothesis import example, given, settings, strategies as st
 
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine_interface import Verified
@@ -24,6 +22,8 @@ from hdtool.runtime.drafters.published.racer import MAX_TRIE_NODES, NGRAM_LENGTH
 from hdtool.runtime.drafters.published.suffix_automaton import TOKENS_AHEAD, SamDecoding
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixConfig, SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import CHILDREN, RECYCLED_PER_TOKEN, TokenRecycling
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.draft_sources import SourceId
 from tests.support.trees import check_integrity
 
 VOCABULARY = 12

@@ -18,9 +18,6 @@ from transformers.generation.candidate_generator import (
 
 from hdtool.data.errors import FamilyError, HeadsError, ModelError
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import Ranked
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_for, drafters_for
@@ -34,6 +31,9 @@ from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Proposa
 from hdtool.runtime.drafters.trained_drafter_factory import published_drafter
 from hdtool.runtime.engines.captured.ranking_passes import RankingPasses
 from hdtool.runtime.engines.captured_functions import CaptureMaker, never
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import assert_answers_of_batch, assert_drafts_change_nothing, run

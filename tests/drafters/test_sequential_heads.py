@@ -13,9 +13,6 @@ from hdtool.cli.app import run as hdtool
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate
-from hdtool.runtime.config.building import HeadsConfig
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import Ranked
 from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult
@@ -27,6 +24,9 @@ from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
 from hdtool.runtime.drafters.trained.sequential_drafter import SequentialDrafter
 from hdtool.runtime.drafters.trained_drafter_factory import methods_with_drafters, trained_drafter
 from hdtool.runtime.engines.captured_functions import CaptureMaker, never
+from hdtool.runtime.settings.building import HeadsConfig
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of, assert_answers_of_batch, run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import Loaded, load
 
 

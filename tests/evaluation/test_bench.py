@@ -28,11 +28,11 @@ from hdtool.data.bench_results import read_results
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError, PromptError
 from hdtool.data.prompts import Prompt, interleave_categories, interleave_tasks, read_prompts, tasks_of
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.measuring import PEERS, BenchConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.kernels.linear_layers import has_compiled_layers
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.measuring import PEERS, BenchConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 from tests.support.bars import counted_bars

@@ -13,8 +13,8 @@ from hdtool.data import demo
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import interleave_categories, read_prompts
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 from tests.support.methods import DEMO_METHODS

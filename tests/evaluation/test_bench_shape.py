@@ -22,10 +22,10 @@ from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
 from hdtool.cli.app import run
 from hdtool.data.answered_questions import AnsweredTurn
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.measuring import SHAPES
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.drafters.drafter_factory import drafter_for
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.measuring import SHAPES
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.target.target import Target

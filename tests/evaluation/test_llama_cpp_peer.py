@@ -30,9 +30,9 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
 from hdtool.data.prompts import interleave_categories, read_prompts
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.measuring import BenchConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.measuring import BenchConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 from tests.support import fake_llama_cpp

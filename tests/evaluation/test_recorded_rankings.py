@@ -17,11 +17,11 @@ from hdtool.data import demo
 from hdtool.data.conversation import RecordedRankings
 from hdtool.data.row_readers import RowError
 from hdtool.data.texts_and_traces import read_traces
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.drafters.drafter_factory import drafter_for
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 

@@ -29,14 +29,21 @@ from hdtool.data.errors import HdtoolError
 from hdtool.data.prompts import read_prompts
 from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.config.decoding import METHODS, NEED_LOGITS, TAKE_HISTORY, DecodeConfig, ReplayConfig, StoresConfig
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.step import Finish, Step
 from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.generation.text_stream import text_of
+from hdtool.runtime.settings.decoding import (
+    METHODS,
+    NEED_LOGITS,
+    TAKE_HISTORY,
+    DecodeConfig,
+    ReplayConfig,
+    StoresConfig,
+)
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load

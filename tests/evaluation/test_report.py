@@ -18,9 +18,9 @@ from hdtool.builders.evaluation.report.source_shares import SourceCounts, Source
 from hdtool.builders.evaluation.report.tables import Durations, Speeds, Table
 from hdtool.builders.evaluation.report.typical_case import TypicalCase
 from hdtool.data.errors import ResultError
-from hdtool.runtime.config.decoding import METHODS
-from hdtool.runtime.config.draft_sources import registered
-from hdtool.runtime.config.measuring import PEERS
+from hdtool.runtime.settings.decoding import METHODS
+from hdtool.runtime.settings.draft_sources import registered
+from hdtool.runtime.settings.measuring import PEERS
 
 EVIL = "<script>alert('&')</script>"
 DATA = ReportData(

@@ -18,9 +18,9 @@ from hdtool.builders.evaluation.report.typical_case import DraftedAnswer, typica
 from hdtool.cli.app import run
 from hdtool.data.bench_results import BenchRun, Results
 from hdtool.data.prompts import Prompt
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.generation.text_stream import text_of
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load_tokenizer
 from tests.support.spec_bench_answers import answered, turn_of
 

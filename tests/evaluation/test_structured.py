@@ -16,9 +16,9 @@ from hdtool.cli.app import run
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Grammar, Prompt
 from hdtool.runtime.answering.answer_plan import compiler_for
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 

@@ -18,8 +18,6 @@ from hdtool.data.errors import ModelError
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.answering.answer_plan import plan_answer
 from hdtool.runtime.caches.kv_cache import StaticKVCache
-from hdtool.runtime.config.decoding import StoresConfig
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.engine_interface import Verified
@@ -28,6 +26,8 @@ from hdtool.runtime.core.session import decode, decode_request
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.model.reference_logits import logits_after, more_precise
+from hdtool.runtime.settings.decoding import StoresConfig
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded

@@ -33,8 +33,6 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from hdtool.data.errors import FamilyError, OptionError, PromptError, StoreError
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
@@ -43,6 +41,8 @@ from hdtool.runtime.core.top_k_top_p import NOT_FINITE
 from hdtool.runtime.integrations.generate_request import UnsupportedCallError
 from hdtool.runtime.integrations.hf_generate import Generator, _Recorder
 from hdtool.runtime.model.transformers_internals import cache_argument
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.target.target import Target
 from tests.support.families import VOCABULARY, model_of

@@ -14,7 +14,7 @@ import pytest
 
 from hdtool.data import demo
 from hdtool.data.texts_and_traces import RecordReader
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import Loaded, load
 from tests.server.plain import plain_text
 

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.integrations.generate_request import MAX_ANSWERS, TAIL, Rollouts
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of

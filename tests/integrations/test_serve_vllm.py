@@ -24,13 +24,13 @@ from hdtool.data.errors import HdtoolError, OptionError, ServeError, StoreError,
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_folder import read_manifest
 from hdtool.data.stores.stores_at_home import corpus_index_at_home, model_store_at_home
-from hdtool.runtime.config.decoding import StoresConfig
-from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.integrations.vllm.cpu_repairs import expand_settings, with_rows_only
 from hdtool.runtime.integrations.vllm.proposer import COST, HierarchyProposer, open_drafter
 from hdtool.runtime.integrations.vllm.start_vllm import HOOK_FILE, Launch, require_hook
 from hdtool.runtime.integrations.vllm.worker_settings import PROPOSER, VllmSettings
+from hdtool.runtime.settings.decoding import StoresConfig
+from hdtool.runtime.settings.model import ModelConfig
+from hdtool.runtime.settings.serving import VllmConfig
 from hdtool.runtime.target.load import load_tokenizer
 from tests.support.vllm_batch import worker, worker_config
 

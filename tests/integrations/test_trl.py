@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hdtool.data import demo
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
 
 PROMPTS = ["Tom has 3 boxes with 12 pencils each. How many pencils", "def add(a, b):"]
 EPOCHS = 3

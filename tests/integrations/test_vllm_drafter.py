@@ -10,7 +10,7 @@ import pytest
 
 from hdtool.data import demo
 from hdtool.runtime.budget.min_probability import NO_DRAFT_ABOVE
-from hdtool.runtime.config.decoding import NO_HISTORY
+from hdtool.runtime.settings.decoding import NO_HISTORY
 from hdtool.runtime.stores.context_table import CONTEXT_TABLE, ContextTable, holds
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore

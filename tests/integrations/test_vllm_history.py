@@ -19,13 +19,13 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_folder import read_manifest
 from hdtool.data.stores.stores_at_home import model_store_at_home
 from hdtool.runtime.budget.min_probability import NO_DRAFT_ABOVE
-from hdtool.runtime.config.decoding import StoresConfig
-from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.integrations.vllm import answer_collector
 from hdtool.runtime.integrations.vllm.answer_collector import appends_history
 from hdtool.runtime.integrations.vllm.start_vllm import Launch
 from hdtool.runtime.integrations.vllm.worker_settings import VllmSettings
+from hdtool.runtime.settings.decoding import StoresConfig
+from hdtool.runtime.settings.model import ModelConfig
+from hdtool.runtime.settings.serving import VllmConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_ring import create_if_new
 from hdtool.runtime.stores.history_store import History, HistoryStore

@@ -13,7 +13,6 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hdtool.data.errors import FamilyError
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.session import Session, decode
 from hdtool.runtime.core.step import Step
@@ -23,6 +22,7 @@ from hdtool.runtime.integrations import hf_generate
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.model.compact_layers import has_compact_weights
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
 from tests.support import fused
 from tests.support.changes import CHANGES, mlp_of, with_adapter, with_other_data, with_weights_in_place

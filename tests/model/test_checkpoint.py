@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hdtool.data import demo
 from hdtool.data.stores.store_folder import read_manifest
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 from hdtool.runtime.weights.model_in_memory import checkpoint_in_memory

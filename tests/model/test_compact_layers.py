@@ -14,7 +14,6 @@ from torch.nn import Embedding, Linear, Module, ModuleList
 from transformers import PreTrainedModel
 
 from hdtool.runtime.budget.measure_passes import _saved_file
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.linear_layers import CompiledLinear, compile_linear_layers, compiled_linear, share_weights
 from hdtool.runtime.kernels.mixture_of_experts import arrange_experts
@@ -27,6 +26,7 @@ from hdtool.runtime.model.compact_layers import (
 )
 from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.model.reference_logits import logits_after, more_precise
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load, load_settings
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.weights.stored_model import stored_model

@@ -12,11 +12,11 @@ from torch.nn import Module, Parameter
 from transformers import AutoTokenizer
 
 from hdtool.data import demo
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.engines.cpu.weight_table import router_record
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.mixture_of_experts import CompiledExperts, compile_experts, route
 from hdtool.runtime.program.mixer_parts import Router
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load
 from tests.support.described import EXPERTS, model_of
 from tests.support.families import random_model

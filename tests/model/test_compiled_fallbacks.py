@@ -15,12 +15,12 @@ from transformers.cache_utils import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from hdtool.runtime.budget.measure_passes import _saved_file
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.linear_layers import has_compiled_layers
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.model.reference_logits import more_precise
 from hdtool.runtime.model.transformers_internals import cache_argument
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from tests.support import families

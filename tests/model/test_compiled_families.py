@@ -12,9 +12,6 @@ from torch.nn import Linear
 from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
 from hdtool.runtime.caches.recurrent_states import SlotStates
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.engines.cpu import compile_and_check
@@ -23,6 +20,9 @@ from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact
 from hdtool.runtime.kernels.packed_matrix import packed_int8
 from hdtool.runtime.model.compact_layers import compact_weights, replace_parameter
 from hdtool.runtime.program.model_parts import model_parts
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target

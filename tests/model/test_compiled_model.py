@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import PassOptions, Verified
 from hdtool.runtime.core.tree import UNDETERMINED, DraftTree
 from hdtool.runtime.engines.cpu import compile_and_check, layer_kernel, pass_kernel, weight_table
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
 from hdtool.runtime.engines.proofs.probes import PROOF_CONTEXT, some_context
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import output_tokens, run
 from tests.support.fused import KINDS, TREE, after, both, compiled, logits_of, model_of, with_compiled_layers

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hdtool.runtime.caches.kv_cache import KVTensors
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines import captured_functions
 from hdtool.runtime.engines.captured import static_steps
@@ -18,6 +17,7 @@ from hdtool.runtime.engines.captured_functions import Run
 from hdtool.runtime.engines.cuda import cuda_graphs
 from hdtool.runtime.engines.cuda.cuda_graphs import WARM_UPS, CudaGraphs
 from hdtool.runtime.model.devices import use_planless_attention
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of, answers_of, request
 from tests.support.families import model_of

@@ -13,14 +13,14 @@ from hdtool.data.documents import Document, InputFile
 from hdtool.data.errors import ModelError, PromptError
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.decoding import METHODS, TRAINED, DecodeConfig
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.engines.captured_functions import CaptureMaker, never
+from hdtool.runtime.settings.decoding import METHODS, TRAINED, DecodeConfig
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet

@@ -22,9 +22,9 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.target.load import load, load_stock, load_stops, load_tokenizer
 from hdtool.runtime.weights import gguf_folder
 from hdtool.runtime.weights.weight_store import WeightStore

@@ -10,10 +10,10 @@ import torch
 from transformers import GptOssConfig
 
 from hdtool.data.gguf_header import GGUFHeader
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.mixture_of_experts import DOWN, GATE_UP, CompiledExperts
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.weights.gguf_file import GGUFFile

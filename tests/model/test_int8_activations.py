@@ -14,11 +14,11 @@ from hdtool.builders.setup.held_out_answers import answer_prompts
 from hdtool.cli.app import run as command
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.compiled_support import may_be_compiled
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.kernels.linear_layers import CompiledLinear
+from hdtool.runtime.settings.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target import load as loading
 from hdtool.runtime.target.load import load

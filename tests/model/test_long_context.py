@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hdtool.data.errors import FamilyError
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.engines.proofs import long_contexts as long_context
 from hdtool.runtime.engines.proofs.long_contexts import LongContext, long_contexts
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.refusals import context_limit
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, assert_lossless
 from tests.support.families import FAMILIES, SHAPE, VOCABULARY, model_of, random_model

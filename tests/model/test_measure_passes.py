@@ -21,12 +21,12 @@ from hdtool.runtime.budget.cost_curve import CostCurve, Floats
 from hdtool.runtime.budget.measure_passes import context_lengths_for, cost_curve_for, measure_cost_curve, save_at_home
 from hdtool.runtime.budget.pass_costs import MAX_CHOSEN_NODES
 from hdtool.runtime.caches.slots import Cache
-from hdtool.runtime.config.measuring import CostConfig
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.machine_name import device_name
 from hdtool.runtime.model.model_fingerprint import fingerprint
+from hdtool.runtime.settings.measuring import CostConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.target.target import Target
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_model
 from torch.nn import Parameter
 
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.engines.captured_functions import never
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of

@@ -10,8 +10,8 @@ import torch
 from transformers import CLIPConfig
 
 from hdtool.data.errors import FamilyError, OptionError
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load
 from tests.support.decoding import assert_lossless
 from tests.support.families import VOCABULARY, saved

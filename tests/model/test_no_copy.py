@@ -13,13 +13,13 @@ import pytest
 from hdtool.data import demo
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.hierarchy.ranking_sources import LogitRecords
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig
+from hdtool.runtime.settings.serving import VllmConfig
 from hdtool.runtime.stores.context_table import ContextTable
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History

@@ -29,15 +29,15 @@ from hdtool.runtime.budget.node_budget import (
 )
 from hdtool.runtime.budget.pass_costs import PASS_SIZES, MeasuredCosts, estimated_cost
 from hdtool.runtime.caches.slots import Cache
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.draft_token_limits import LARGEST_BUDGET
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.drafter import draft_many
 from hdtool.runtime.core.engine_interface import PassLog, Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_for, shared_costs_for
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.draft_token_limits import LARGEST_BUDGET
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of

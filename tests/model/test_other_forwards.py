@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.engines.stock.undescribed_mixers import replace_forwards
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of

@@ -16,12 +16,12 @@ import torch
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.engines.captured_functions import CaptureMaker, never
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, answer_of, answers_of, request
 from tests.support.families import VOCABULARY, model_of

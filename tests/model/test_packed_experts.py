@@ -15,12 +15,12 @@ from transformers import AutoTokenizer
 from transformers.utils.quantization_config import Mxfp4Config
 
 from hdtool.data import demo
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact, is_packed
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_NAME
 from hdtool.runtime.kernels.mixture_of_experts import CompiledExperts
 from hdtool.runtime.kernels.packed_matrix import PackedExperts
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load, load_stock
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of, assert_lossless

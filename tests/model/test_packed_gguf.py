@@ -17,13 +17,13 @@ from hdtool.cli.app import run as command
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.data.stores.manifest import Checkpoint
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.matrix_formats import GGUF_FORMATS
 from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.model.reference_logits import logits_after, more_precise
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.weights import gguf_formats, stored_model, weight_store

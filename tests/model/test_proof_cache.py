@@ -13,13 +13,13 @@ from transformers import LlamaForCausalLM
 
 from hdtool.data.durable_files import json_digest
 from hdtool.data.home import proofs_at_home
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.proofs.probes import some_context
 from hdtool.runtime.engines.proofs.tree_proof import prove_trees
 from hdtool.runtime.engines.stock.model_facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel
 from hdtool.runtime.model.compact_layers import has_compact_weights
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target import proof_cache
 from hdtool.runtime.target.load import load
 

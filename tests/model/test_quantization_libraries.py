@@ -13,13 +13,13 @@ from hdtool.builders.evaluation.environment import describe_environment
 from hdtool.builders.evaluation.verify import Verifier
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError
-from hdtool.runtime.config.decoding import StoresConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.model.quantization import RowByRow
+from hdtool.runtime.settings.decoding import StoresConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 from tests.support.compressed_checkpoints import SCHEMES as COMPRESSED, save_compressed

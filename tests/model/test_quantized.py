@@ -19,7 +19,6 @@ from hdtool.builders.evaluation.verify import Difference, Oracle, Verifier
 from hdtool.cli import app
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError, HdtoolError, OptionError
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
@@ -27,6 +26,7 @@ from hdtool.runtime.kernels.linear_layers import CompiledLinear, compile_linear_
 from hdtool.runtime.model import quantization as quantizing
 from hdtool.runtime.model.model_fingerprint import fingerprint
 from hdtool.runtime.model.quantization import RowByRow, quantized_layers
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.target.load import Loaded, load, load_stock
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.target.tensor_parallel import ProcessGroup

@@ -25,9 +25,9 @@ from hdtool.cli.app import run as command
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.data.home import artifacts_at_home
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.compact_weight import is_packed
 from hdtool.runtime.kernels.packed_matrix import Q4_0, Q8_0, quantize_matrix
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target import load as loading
 from hdtool.runtime.target.load import load, load_stock
 from hdtool.runtime.weights import quantized_checkpoints

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load
 from tests.support.decoding import assert_lossless
 from tests.support.gguf_architectures import write_architecture

@@ -16,8 +16,8 @@ ANSWER = """
 import hashlib
 import torch
 from hdtool.runtime.budget.measure_passes import quick_record
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.engines.proofs.probes import some_context
 from hdtool.runtime.target.cpu_threads import choose_threads

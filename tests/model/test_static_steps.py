@@ -14,7 +14,6 @@ from hypothesis import given, settings, strategies as st
 
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.caches.kv_cache import MIN_EXTENT, KVTensors, LayerShape, extent_for
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine_interface import PassOptions, Verified
 from hdtool.runtime.core.step import Finish
 from hdtool.runtime.core.tree import ROOT, DraftTree
@@ -23,6 +22,7 @@ from hdtool.runtime.engines.capturable_pass import StepOutput
 from hdtool.runtime.engines.captured.static_steps import RECORDED, RECORDED_ROWS, STEP_SIZES, StaticSteps
 from hdtool.runtime.engines.captured_functions import CaptureMaker, Run, never
 from hdtool.runtime.model.pass_inputs import FULL, MOVES, AttentionMasks, AttentionWindow, StepInput, StepTensors
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of, output_tokens, run
 from tests.support.families import VOCABULARY, model_of

@@ -12,13 +12,13 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hdtool.data.errors import FamilyError, ModelError
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core import tolerances
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.engines.proofs import tree_proof as checks
 from hdtool.runtime.model.refusals import context_limit
 from hdtool.runtime.model.transformers_internals import cache_argument
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
 from tests.support.families import SHAPE, model_of
 from tests.support.one_sequence import OneSequence

@@ -16,11 +16,11 @@ import torch
 
 from hdtool.cli import app
 from hdtool.data.errors import ModelError, OptionError
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.model import devices as placement
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.target import tensor_parallel as ranks
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.target.tensor_parallel import check_decoding, check_device, check_sharding

@@ -15,13 +15,13 @@ from transformers import AutoTokenizer, TorchAoConfig
 
 from hdtool.cli.app import run as command
 from hdtool.data import demo
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.gemm_tiles import TILE_OUT_FEATURES
 from hdtool.runtime.kernels.linear_layers import compiled_linear
 from hdtool.runtime.kernels.matrix_formats import INT8
 from hdtool.runtime.kernels.packed_matrix import packed_int4, packed_int8, packed_weight
 from hdtool.runtime.model import compact_layers
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, answer_of, assert_lossless

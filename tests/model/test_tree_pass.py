@@ -11,13 +11,13 @@ from hypothesis import given, strategies as st
 
 from hdtool.runtime.caches.accepted_path_moves import move_on_device
 from hdtool.runtime.caches.kv_cache import HeadShape, KVTensors, LayerShape, StaticKVCache
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import accept
 from hdtool.runtime.core.engine_interface import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import ROOT, UNDETERMINED, DraftTree
 from hdtool.runtime.engines.cpu import pass_kernel
 from hdtool.runtime.kernels.topk import FOLD, TOPK_BLOCK, FoldedLogits, fold, folded_size, topk
+from hdtool.runtime.settings.model import SamplingConfig
 from tests.support import fused
 from tests.support.families import VOCABULARY
 from tests.support.fused import TREE, after, both, widen

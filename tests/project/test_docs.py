@@ -14,8 +14,8 @@ from typer.main import get_command
 import hdtool
 from hdtool.cli.app import VLLM_COMMAND, app
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.draft_sources import PLUGINS, unregister
 from hdtool.runtime.drafters import drafter_factory
+from hdtool.runtime.settings.draft_sources import PLUGINS, unregister
 from tests.command_reference import COMMANDS, PAGE, render
 from tests.support.project import FILES, ROOT, blocks_of
 

@@ -13,7 +13,7 @@ from typer.main import get_command
 
 import hdtool
 from hdtool.cli.app import VLLM_COMMAND, app, run
-from hdtool.runtime.config.draft_sources import ENTRY_POINTS
+from hdtool.runtime.settings.draft_sources import ENTRY_POINTS
 from tests.support.project import FENCED, ROOT, blocks_of
 
 WRITTEN = ROOT / "docs" / "reference" / "commands.md"

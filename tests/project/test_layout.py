@@ -27,7 +27,8 @@ ABOVE_MODELS = {f"runtime/{name}" for name in ("engines", "target", "drafters", 
 NOT_FOR = {
     "runtime/core": {*ABOVE_CORE, "runtime/generation"},
     "runtime/generation": ABOVE_CORE,
-    "runtime/config": {f"runtime/{name}" for name in ("core", "kernels", "caches", "model", "generation")} | ABOVE_CORE,
+    "runtime/settings": {f"runtime/{name}" for name in ("core", "kernels", "caches", "model", "generation")}
+    | ABOVE_CORE,
     "runtime/caches": {"runtime/model", "runtime/program", "runtime/weights", *ABOVE_MODELS},
     "runtime/program": {"runtime/weights", *ABOVE_MODELS},
     "runtime/weights": {"runtime/program", *ABOVE_MODELS},

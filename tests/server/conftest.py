@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hdtool.data import demo
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import Loaded, load
 from tests.support.server import ALWAYS_DRAFTS, RunningServer
 

@@ -9,10 +9,10 @@ from transformers import LogitsProcessor
 
 from hdtool.data.chat import encode_conversation
 from hdtool.runtime.answering.answer_plan import plan_answer
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.session import decode_request
 from hdtool.runtime.generation.text_stream import text_of
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.load import Loaded
 
 

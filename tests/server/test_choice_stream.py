@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from hdtool.data.errors import ModelError, PromptError
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.step import Finish
 from hdtool.runtime.generation.text_stream import REPLACEMENT, token_text
 from hdtool.runtime.integrations.server.choice_stream import ChoiceStream, _refusal
@@ -19,6 +17,8 @@ from hdtool.runtime.integrations.server.metrics import Metrics
 from hdtool.runtime.integrations.server.openai_formats import CompletionFormat, Delta, RequestError, TokenLogprobs
 from hdtool.runtime.integrations.server.openai_requests import ChatRequest, CompletionRequest
 from hdtool.runtime.integrations.server.request_preparation import Preparer
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.load import Loaded
 from tests.server.plain import plain_ids
 

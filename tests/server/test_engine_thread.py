@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from hdtool.runtime.answering.answer_plan import AnswerPlan
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.drafters.published.lookup_methods import PromptLookup
@@ -23,6 +21,8 @@ from hdtool.runtime.integrations.server.engine_thread import (
 )
 from hdtool.runtime.integrations.server.openai_requests import CompletionRequest
 from hdtool.runtime.integrations.server.request_preparation import Preparer
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.load import Loaded
 
 

@@ -19,8 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from hdtool.data import demo
 from hdtool.data.chat import conversation_text, encode_conversation, encode_text
 from hdtool.data.prompts import Grammar
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.generation.grammar import GrammarCompiler
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.integrations.server.call_grammar import arguments_schema, array_of_calls, marked_calls
@@ -29,6 +27,8 @@ from hdtool.runtime.integrations.server.logit_processors import LogitBias
 from hdtool.runtime.integrations.server.openai_formats import RequestError
 from hdtool.runtime.integrations.server.openai_requests import ChatRequest, template_messages
 from hdtool.runtime.integrations.server.request_preparation import Preparer
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.target.load import load, load_tokenizer
 from tests.server.plain import plain_ids
 from tests.server.templates import ALTERNATING, TURNS

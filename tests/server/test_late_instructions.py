@@ -8,8 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.data.chat import conversation_text
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.integrations.server.system_messages import takes_late_instructions, with_early_instructions
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load_tokenizer
 from tests.server.templates import ALTERNATING, DROPPING, FIRST_ONLY, TURNS
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from hdtool.runtime.config.serving import ServerConfig
 from hdtool.runtime.integrations.server.chat_page import chat_page
 from hdtool.runtime.integrations.server.endpoints import ApiKeys, Server
+from hdtool.runtime.settings.serving import ServerConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 from tests.server.plain import plain_text

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.step import Stats
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat
 from hdtool.runtime.integrations.server.openai_formats import ChatFormat, Delta, Format, usage_of
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest
 from hdtool.runtime.integrations.server.tool_calls import ToolCall, ToolCallReader
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load_tokenizer
 
 Row = dict[str, Any]

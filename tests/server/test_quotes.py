@@ -9,9 +9,6 @@ import pytest
 
 from hdtool.builders.evaluation.recording import RecordedTurn, RecordingEngine
 from hdtool.data.chat import encode_text
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.step import Stats
@@ -23,6 +20,9 @@ from hdtool.runtime.integrations.server.openai_requests import ChatRequest
 from hdtool.runtime.integrations.server.quoted_files import Quotes, quoted_forms, without_line_numbers
 from hdtool.runtime.integrations.server.request_preparation import PreparedPrompt, Preparer
 from hdtool.runtime.integrations.server.responses_api import ResponsesRequest
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 from tests.support.server import RunningServer

@@ -16,9 +16,9 @@ import pytest
 from starlette.types import Message
 
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config.serving import ServerConfig
 from hdtool.runtime.integrations.server.endpoints import ApiKeys, Server
 from hdtool.runtime.integrations.server.request_log import RequestLog
+from hdtool.runtime.settings.serving import ServerConfig
 from hdtool.runtime.target.load import Loaded
 from tests.support.server import ALWAYS_DRAFTS, RunningServer
 

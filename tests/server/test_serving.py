@@ -20,12 +20,12 @@ import uvicorn
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.serving import ServerConfig
 from hdtool.runtime.integrations.server.endpoints import ApiKeys
 from hdtool.runtime.integrations.server.request_log import RequestLog
 from hdtool.runtime.integrations.server.start_server import ServerLaunch, _GracefulServer
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.serving import ServerConfig
 from tests.support.server import RunningServer
 
 CHAT = "/v1/chat/completions"
@@ -36,9 +36,9 @@ COMPILING = """
 import gc, json, os, signal, sys, threading, urllib.request
 from numba.core.registry import CPUDispatcher
 from hdtool.data import demo
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.serving import ServerConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.serving import ServerConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.integrations.server.start_server import ServerLaunch
 
 def found():

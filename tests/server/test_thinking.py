@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from hdtool.data.chat import encode_text
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.answering.answer_plan import AnswerPlan
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.step import Finish, Stats, Step
 from hdtool.runtime.core.tree import DraftTree
@@ -26,6 +25,7 @@ from hdtool.runtime.integrations.server.openai_requests import NO_TOOLS, ToolCho
 from hdtool.runtime.integrations.server.request_preparation import PreparedChoice, PreparedPrompt
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest
 from hdtool.runtime.integrations.server.tool_calls import ThinkingReader
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.target.load import load_tokenizer
 
 OPEN_PROMPT, PROMPT = "user: Hi\nassistant: <think>\n", "user: Hi\nassistant: "

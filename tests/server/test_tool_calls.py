@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.step import Stats
 from hdtool.runtime.integrations.server.endpoints import _events, _whole
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat
 from hdtool.runtime.integrations.server.openai_formats import ChatFormat, Delta, Format, usage_of
 from hdtool.runtime.integrations.server.request_log import LogEntry
 from hdtool.runtime.integrations.server.tool_calls import ToolCall, ToolCallReader, calls_of
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load_tokenizer
 
 TOOL: dict[str, Any] = {

@@ -14,14 +14,14 @@ import torch
 from hdtool.data import demo
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.stores_at_home import corpus_index_at_home, history_at_home, model_store_at_home
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.endpoints import ApiKeys
 from hdtool.runtime.integrations.server.engine_thread import Tenants
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.draft_sources import SourceId
 from hdtool.runtime.target.load import Loaded
 
 pytestmark = pytest.mark.usefixtures("home")

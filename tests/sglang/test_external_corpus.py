@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from hdtool.builders.export import count_preserved_tokens, export_corpus
 from hdtool.builders.stores.edit_store import StoreContents
 from hdtool.data import demo
-from hdtool.runtime.config.decoding import StoresConfig
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.decoding import StoresConfig
+from hdtool.runtime.settings.model import ModelConfig
 
 
 def test_the_loader_reads_the_documents_of_a_store(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from hdtool.data.stores.kinds import BUILT_KINDS
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store_file_names import MANIFEST
 from hdtool.data.stores.store_folder import building, damaged_files, read_manifest
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.stores import inspect_store as runtime_stores, suffix_search as suffixes
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.inspect_store import continuations, latency_of

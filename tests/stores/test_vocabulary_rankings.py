@@ -22,9 +22,9 @@ from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store_file_names import MANIFEST
 from hdtool.data.stores.store_folder import read_manifest
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.stores.model_store import VOCABULARY_RANKING_TOKENS, ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load

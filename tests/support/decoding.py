@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.session import Session, decode, decode_batch
 from hdtool.runtime.core.step import Step
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
 from tests.support.oracle import prompt_of
 from tests.support.samplers import sampler_of

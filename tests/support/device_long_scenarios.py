@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from hdtool.data.prompts import Grammar, Prompt
 from hdtool.runtime.answering.answer_prompts import Answerer
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.drafter_factory import drafter_for
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.conformance import CHECKS, FURTHER_CHECKS, OF_BITS

@@ -25,9 +25,6 @@ from transformers.utils import logging
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.caches.accepted_path_moves import MAX_DEFERRED_MOVES
 from hdtool.runtime.caches.kv_cache import KVTensors
-from hdtool.runtime.config.building import HeadsConfig
-from hdtool.runtime.config.decoding import DecodeConfig
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.sampler import Sampler
@@ -46,6 +43,9 @@ from hdtool.runtime.engines.captured import captured_passes
 from hdtool.runtime.engines.cuda import cuda_graphs
 from hdtool.runtime.engines.cuda.refused_waits import WaitError, waits_refused
 from hdtool.runtime.model.pass_inputs import StepTensors
+from hdtool.runtime.settings.building import HeadsConfig
+from hdtool.runtime.settings.decoding import DecodeConfig
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.changes import with_adapter, with_other_data, with_other_parameter, with_weights_in_place

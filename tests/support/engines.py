@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.engines.captured_functions import never
 from hdtool.runtime.engines.proofs import recurrent_tree_proof as recurrences
 from hdtool.runtime.kernels.matrix_formats import GGUF_FORMATS
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from tests.support import described, families, fused

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.drafters.heads.checkpoint import ARCHITECTURES, EvalResult, SavedHeads, new_heads
 from hdtool.runtime.drafters.heads.modules import NORM_EPSILON, ROTARY_BASE, Heads, HeadsShape, MtpHeads, ParallelHeads
 from hdtool.runtime.model.model_fingerprint import fingerprint
+from hdtool.runtime.settings.building import HeadsConfig
 from hdtool.runtime.target.target import Target
 
 VARIANTS = {

@@ -18,12 +18,12 @@ from typing import Any
 from hdtool.data.errors import ModelError
 from hdtool.runtime.budget.measure_passes import time_tree_passes
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.request import Request
 from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of
 from tests.support.families import VOCABULARY

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hdtool.data import demo
-from hdtool.runtime.config.decoding import DRAFT_MODEL, METHODS
+from hdtool.runtime.settings.decoding import DRAFT_MODEL, METHODS
 
 SHIPPED = ("medusa", "amphista", "hd+amphista")
 """Methods whose heads ship with the demo model."""

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.exponential_race import ExponentialRace
+from hdtool.runtime.settings.draft_sources import SourceId
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 

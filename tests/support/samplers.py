@@ -16,10 +16,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.exponential_race import RACE_BLOCK, ExponentialRace, race_block, stream_start
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.settings.model import SamplingConfig
 
 
 def sampler_of(config: SamplingConfig, context: Sequence[int], **options: Any) -> Sampler:

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
 from typing import Any
 
-from hdtool.runtime.config.draft_sources import registered
 from hdtool.runtime.integrations.server.chat_page import chat_page, page_headers
+from hdtool.runtime.settings.draft_sources import registered
 from tests.support.http_server import serving
 
 Row = dict[str, Any]

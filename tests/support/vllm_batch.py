@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from hdtool.data import demo
-from hdtool.runtime.config.decoding import MEMORY
-from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.integrations.vllm.proposer import HierarchyProposer
 from hdtool.runtime.integrations.vllm.worker_settings import CUSTOM_CLASS_METHOD, PROPOSER
+from hdtool.runtime.settings.decoding import MEMORY
+from hdtool.runtime.settings.serving import VllmConfig
 from hdtool.runtime.stores.store_set import StoreSet
 
 MODEL = str(demo.MODEL)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from hdtool.data.errors import FamilyError, HdtoolError, error_reason
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, answer_of, answers_of, output_tokens, request, run

@@ -7,7 +7,7 @@ from typing import Any
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load_tokenizer
 
 GREEDY = {"temperature": 0.0, "max_tokens": 120}

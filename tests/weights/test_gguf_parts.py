@@ -12,7 +12,7 @@ import pytest
 from gguf import GGUFWriter
 
 from hdtool.data.errors import ModelError
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.weights.gguf_configuration import write_configuration
 from hdtool.runtime.weights.gguf_file import GGUFFile, gguf_file
 from tests.support.gguf_files import add_settings, add_tokenizer, tiny_llama, written

@@ -15,7 +15,7 @@ from huggingface_hub import constants, errors
 
 from hdtool.data import demo
 from hdtool.data.errors import ModelError
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load, load_settings, load_tokenizer
 from hdtool.runtime.weights import hub
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of, place_of

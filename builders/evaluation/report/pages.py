@@ -30,8 +30,8 @@ from hdtool.data.progress import count_of
 from hdtool.data.prompts import Prompt
 from hdtool.data.stores.kinds import CORPUS_KIND, MODEL_KIND
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.config.draft_token_limits import FIXED_BUDGET
 from hdtool.runtime.kernels.machine_name import machine
+from hdtool.runtime.settings.draft_token_limits import FIXED_BUDGET
 from hdtool.runtime.stores.store_set import StoreSet
 
 TEMPLATES = Path(__file__).parent / "templates"

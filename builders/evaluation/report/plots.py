@@ -13,7 +13,7 @@ from hdtool.builders.evaluation.pictures import OPEN_FRAME, png_of
 from hdtool.builders.evaluation.report.source_shares import SourceShares
 from hdtool.builders.evaluation.report.tables import Durations, Speeds
 from hdtool.builders.evaluation.scores import PLAIN_METHOD
-from hdtool.runtime.config.draft_sources import registered
+from hdtool.runtime.settings.draft_sources import registered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from itertools import chain, islice
 
 from hdtool.builders.evaluation.replay import ReplayResult
 from hdtool.data.answered_questions import AnsweredQuestion
-from hdtool.runtime.config.draft_sources import source_of
+from hdtool.runtime.settings.draft_sources import source_of
 
 
 @dataclass(frozen=True)

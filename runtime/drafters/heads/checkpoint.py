@@ -19,10 +19,10 @@ from hdtool.data import demo
 from hdtool.data.errors import FamilyError, HeadsError, error_reason
 from hdtool.data.output_files import OutputFile
 from hdtool.data.own_files import is_json_with, safetensors_metadata
-from hdtool.runtime.config.building import AMPHISTA, HYDRA, HYDRA_PLUS, MEDUSA, MTP_LAYER, HeadsConfig
-from hdtool.runtime.config.decoding import TAKE_HEADS
 from hdtool.runtime.drafters.heads.modules import Heads, HeadsShape, HydraHeads, MtpHeads, OutputLayer, ParallelHeads
 from hdtool.runtime.model.model_fingerprint import fingerprint
+from hdtool.runtime.settings.building import AMPHISTA, HYDRA, HYDRA_PLUS, MEDUSA, MTP_LAYER, HeadsConfig
+from hdtool.runtime.settings.decoding import TAKE_HEADS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape, extent_for
-from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.drafters.trained.module_parts import CastingNorm
+from hdtool.runtime.settings.building import HeadsConfig
 
 Indices = slice | torch.Tensor
 AttentionInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]

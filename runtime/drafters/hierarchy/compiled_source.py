@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.tree import LARGEST_TREE
 from hdtool.runtime.kernels.compiled import Array, address_of, array_at, caller_of, compiled
+from hdtool.runtime.settings.draft_sources import SourceId
 from hdtool.runtime.stores.suffix_ranges import MAX_SAMPLES, RANGE_ROWS
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.config.building import MAX_HEADS
-from hdtool.runtime.config.draft_sources import PLUGINS, Evidence, SourceId
 from hdtool.runtime.drafters.hierarchy.compiled_source import (
     RESTART,
     CompiledSource,
@@ -22,6 +20,8 @@ from hdtool.runtime.drafters.hierarchy.compiled_source import (
 from hdtool.runtime.drafters.hierarchy.token_probabilities import contribute, evidence_bucket, share_bucket, spread_of
 from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, NO_RANKING_AFTER, TOKENS_PER_RANKING, Proposal
 from hdtool.runtime.kernels.compiled import Array, array_at, compiled, lap
+from hdtool.runtime.settings.building import MAX_HEADS
+from hdtool.runtime.settings.draft_sources import PLUGINS, Evidence, SourceId
 from hdtool.runtime.stores.model_store import MODEL_RECORD, lookup_hash, prefetch_entries, rows_of
 from hdtool.runtime.stores.model_store_lmdb import MAX_PREFIX_TOKENS
 from hdtool.runtime.stores.suffix_ranges import (

@@ -11,7 +11,6 @@ from numba import types
 
 from hdtool.runtime.budget.averages import SmoothedSeconds
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, choose_all_nodes
-from hdtool.runtime.config.draft_sources import Evidence, SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.drafter import Drafter
@@ -46,6 +45,7 @@ from hdtool.runtime.drafters.hierarchy.record_table import RecordTable
 from hdtool.runtime.drafters.hierarchy.tree_growth import feed_token, grow_all, restart
 from hdtool.runtime.drafters.trained.proposer import TrainedProposer
 from hdtool.runtime.kernels.compiled import HAS_CLOCK, Array, SharedTime, Uncopyable
+from hdtool.runtime.settings.draft_sources import Evidence, SourceId
 from hdtool.runtime.stores.context_table import CHAIN_LENGTHS, LONG_CHAIN, ContextTable
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History, address_of

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.drafters.hierarchy.compiled_source import (
     MAX_HASHED_TOKENS,
     CompiledSource,
@@ -21,6 +20,7 @@ from hdtool.runtime.drafters.hierarchy.compiled_source import (
 )
 from hdtool.runtime.drafters.hierarchy.token_probabilities import MANY_TOKENS, contribute, evidence_bucket
 from hdtool.runtime.kernels.compiled import Array, Ints, array_at, compiled
+from hdtool.runtime.settings.draft_sources import SourceId
 from hdtool.runtime.stores.context_table import (
     CHAIN_LENGTHS,
     CONTEXT_TABLE,

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.drafters.hierarchy.compiled_source import NEAR_AT, CompiledSource, Prior, record_at, work_at
@@ -35,6 +34,7 @@ from hdtool.runtime.drafters.hierarchy.token_probabilities import (
 )
 from hdtool.runtime.kernels.compiled import Array, Uncopyable, compiled
 from hdtool.runtime.kernels.topk import NO_LOGIT, topk
+from hdtool.runtime.settings.draft_sources import SourceId
 from hdtool.runtime.stores.recycled_rankings import (
     MAX_KEY_TOKENS,
     RANKING_TOKENS,

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.acceptance_rates import learn_rate
 from hdtool.runtime.core.exponential_race import stream_start, time_of
 from hdtool.runtime.drafters.hierarchy.compiled_source import (
@@ -33,6 +32,7 @@ from hdtool.runtime.drafters.hierarchy.compiled_source import (
     work_at,
 )
 from hdtool.runtime.kernels.compiled import Array, compiled
+from hdtool.runtime.settings.draft_sources import SourceId
 from hdtool.runtime.stores.context_table import latest_position
 
 EVIDENCE_SIZES = 8

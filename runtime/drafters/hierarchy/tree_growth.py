@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.acceptance_rates import learn_rate
 from hdtool.runtime.drafters.hierarchy.compiled_source import (
     DRAFTING,
@@ -32,6 +31,7 @@ from hdtool.runtime.drafters.hierarchy.ranking_sources import near_at, weigh_agr
 from hdtool.runtime.drafters.hierarchy.token_probabilities import learn, weigh_draws, weigh_recency, weights_at
 from hdtool.runtime.kernels.best_first import insert_best
 from hdtool.runtime.kernels.compiled import Ints, compiled, lap, start_clock
+from hdtool.runtime.settings.draft_sources import SourceId
 from hdtool.runtime.stores.model_store import mix_hash
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 

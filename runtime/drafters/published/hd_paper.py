@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hdtool.runtime.config.decoding import PaperConfig
-from hdtool.runtime.config.draft_sources import SOURCE_LETTERS, SourceId, source_of
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree, Trie, sequences_of
 from hdtool.runtime.drafters.published.lookup_methods import Lookahead
 from hdtool.runtime.kernels.compiled import Ints, compiled
+from hdtool.runtime.settings.decoding import PaperConfig
+from hdtool.runtime.settings.draft_sources import SOURCE_LETTERS, SourceId, source_of
 
 if TYPE_CHECKING:
     from hdtool.runtime.stores.corpus_index import CorpusIndex

@@ -15,12 +15,12 @@ import torch
 
 from hdtool.runtime.budget.budgeted_drafter import KindsDrafter
 from hdtool.runtime.budget.node_budget import Budget
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, NO_TOKEN, ROOT, DraftTree, Trie
 from hdtool.runtime.drafters.published.lookup_methods import GrowingContext
 from hdtool.runtime.kernels.compiled import Ints, compiled
+from hdtool.runtime.settings.draft_sources import SourceId
 
 UNRANKED = -1
 MAX_MATCH = 3

@@ -23,12 +23,12 @@ import numpy as np
 
 from hdtool.runtime.budget.budgeted_drafter import BudgetedDrafter
 from hdtool.runtime.budget.node_budget import Budget
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import AcceptanceRates, Probs
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.kernels.compiled import Ints, compiled
+from hdtool.runtime.settings.draft_sources import SourceId
 
 if TYPE_CHECKING:
     from hdtool.runtime.stores.corpus_index import CorpusIndex

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from hdtool.runtime.budget.node_budget import Budget
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree, Trie
 from hdtool.runtime.drafters.published.lookup_methods import GrowingContext
 from hdtool.runtime.drafters.published.token_recycling import (
@@ -26,6 +25,7 @@ from hdtool.runtime.drafters.published.token_recycling import (
 )
 from hdtool.runtime.kernels.best_first import insert_best
 from hdtool.runtime.kernels.compiled import Ints, compiled
+from hdtool.runtime.settings.draft_sources import SourceId
 
 NGRAM_LENGTH = 10
 """Number of tokens in an n-gram."""

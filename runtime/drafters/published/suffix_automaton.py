@@ -13,13 +13,13 @@ import numpy as np
 
 from hdtool.runtime.budget.budgeted_drafter import BudgetedDrafter
 from hdtool.runtime.budget.node_budget import Budget
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import AcceptanceRates, Probs
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.published.lookup_methods import PRIOR_RATE, chain_of
 from hdtool.runtime.kernels.compiled import Ints, compiled
+from hdtool.runtime.settings.draft_sources import SourceId
 
 NO_STATE = -1
 START_STATE = 0

@@ -14,7 +14,6 @@ import numpy as np
 
 from hdtool.runtime.budget.budgeted_drafter import BudgetedDrafter
 from hdtool.runtime.budget.node_budget import Budget
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.engine_interface import Verified
@@ -29,6 +28,7 @@ from hdtool.runtime.drafters.published.suffix_automaton import (
 )
 from hdtool.runtime.kernels.best_first import insert_best
 from hdtool.runtime.kernels.compiled import Ints, compiled
+from hdtool.runtime.settings.draft_sources import SourceId
 
 MAX_MATCH_TOKENS = 64
 """Maximum match length in tokens."""

@@ -13,12 +13,12 @@ import torch
 
 from hdtool.runtime.budget.budgeted_drafter import KindsDrafter
 from hdtool.runtime.budget.node_budget import Budget
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.topk import topk
+from hdtool.runtime.settings.draft_sources import SourceId
 
 RECYCLED_PER_TOKEN = 8
 """Number of ranked tokens that are stored for each token."""

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.engine_interface import Ranked
 from hdtool.runtime.drafters.trained.draft_module import DraftModule
 from hdtool.runtime.drafters.trained.proposal import NO_RANKING_AFTER, Calibration, Proposal, prob_bucket
 from hdtool.runtime.drafters.trained.proposer import TrainedProposer
 from hdtool.runtime.kernels.compiled import Array
+from hdtool.runtime.settings.draft_sources import SourceId
 
 
 class BlockDrafter(TrainedProposer):

@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module
 
 from hdtool.data.errors import HeadsError, error_reason
-from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.weights.checkpoint_identity import place_of
 
 if TYPE_CHECKING:

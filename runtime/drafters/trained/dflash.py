@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.engine_interface import TopTokens
 from hdtool.runtime.drafters.trained.block_drafter import BlockDrafter
 from hdtool.runtime.drafters.trained.draft_passes import ReadingPasses
@@ -19,6 +18,7 @@ from hdtool.runtime.drafters.trained.module_parts import topk_tokens
 from hdtool.runtime.drafters.trained.path_drafting import rankings_for
 from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, TOKENS_PER_RANKING, Calibration, Proposal
 from hdtool.runtime.model.pass_inputs import CacheRows
+from hdtool.runtime.settings.draft_sources import SourceId
 
 if TYPE_CHECKING:
     from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate

@@ -11,8 +11,6 @@ import torch
 from hdtool.data.errors import FamilyError, ModelError
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.caches.kv_cache import extent_for
-from hdtool.runtime.config.draft_sources import SourceId
-from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.engine_interface import Ranked, TopTokens
 from hdtool.runtime.core.prefix_cache import common_prefix_length
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
@@ -23,6 +21,8 @@ from hdtool.runtime.drafters.trained.path_drafting import DEPTHS, path_drafter
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
 from hdtool.runtime.drafters.trained.proposer import TrainedProposer
 from hdtool.runtime.model.pass_inputs import StepTensors, step_words
+from hdtool.runtime.settings.draft_sources import SourceId
+from hdtool.runtime.settings.model import ModelConfig
 from hdtool.runtime.target.load import load
 
 if TYPE_CHECKING:

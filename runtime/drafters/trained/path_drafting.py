@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.engine_interface import Ranked, TopTokens
 from hdtool.runtime.drafters.trained.block_drafter import BlockDrafter
 from hdtool.runtime.drafters.trained.draft_module import ROWS_PER_PASS, DraftModule
 from hdtool.runtime.drafters.trained.proposal import Calibration, Proposal
 from hdtool.runtime.drafters.trained.proposer import TrainedProposer
 from hdtool.runtime.drafters.trained.sequential_drafter import MAX_CALIBRATED_DEPTH, SequentialDrafter
+from hdtool.runtime.settings.draft_sources import SourceId
 
 if TYPE_CHECKING:
     from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate

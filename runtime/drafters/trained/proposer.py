@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from hdtool.runtime.budget.trained_drafter_gate import MIN_TRIAL_STEPS, TrainedDrafterGate
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.drafters.trained.accepted_tokens import AcceptedTokens
 from hdtool.runtime.drafters.trained.draft_module import DraftModule
 from hdtool.runtime.drafters.trained.proposal import Calibration, Proposal
+from hdtool.runtime.settings.draft_sources import SourceId
 
 EXPECTED_PASSES, ROWS_IN_TIME_OF_ONE = 3, 8
 """Expected number of passes per draft, and of tokens that a pass reads in the time of a pass over one token; both only

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from hdtool.runtime.budget.trained_drafter_gate import TrainedDrafterGate
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.core.engine_interface import Ranked
 from hdtool.runtime.drafters.trained.draft_module import MAX_PASSES, DraftModule
 from hdtool.runtime.drafters.trained.proposal import (
@@ -20,6 +19,7 @@ from hdtool.runtime.drafters.trained.proposal import (
 )
 from hdtool.runtime.drafters.trained.proposer import TrainedProposer
 from hdtool.runtime.kernels.compiled import Array
+from hdtool.runtime.settings.draft_sources import SourceId
 
 MAX_CALIBRATED_DEPTH = 7
 """Depth from which on all rankings share one calibration, if there are no ``odds``."""

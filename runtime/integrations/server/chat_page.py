@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path, PurePath
 
-from hdtool.runtime.config.draft_sources import registered
 from hdtool.runtime.integrations.server.engine_thread import EngineThread
 from hdtool.runtime.integrations.server.openai_formats import JsonDict
+from hdtool.runtime.settings.draft_sources import registered
 from hdtool.runtime.stores.store_set import StoreSet
 
 HARDENING = {

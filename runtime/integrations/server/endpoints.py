@@ -28,7 +28,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hdtool.data.errors import ContextError, HdtoolError, OptionError
 from hdtool.data.input_files import read_text
-from hdtool.runtime.config.serving import ServerConfig
 from hdtool.runtime.integrations.server import messages_api, responses_api
 from hdtool.runtime.integrations.server.body_reader import MIB, UnreadBodies, read_body
 from hdtool.runtime.integrations.server.chat_page import chat_page, page_headers, status_of
@@ -57,6 +56,7 @@ from hdtool.runtime.integrations.server.openai_requests import (
 from hdtool.runtime.integrations.server.request_log import ENTRY_KEY, LogEntry, RequestLog
 from hdtool.runtime.integrations.server.request_preparation import PreparedChoice, Preparer
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesPrompt, ResponsesRequest
+from hdtool.runtime.settings.serving import ServerConfig
 from hdtool.runtime.target.load import Loaded
 
 API_KEY_VARIABLE = "HDTOOL_API_KEY"

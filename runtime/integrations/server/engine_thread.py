@@ -16,7 +16,6 @@ import numpy as np
 from hdtool.data.errors import HdtoolError
 from hdtool.data.stores.tenant import Tenant
 from hdtool.runtime.answering.answer_plan import AnswerPlan
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.core.cache_interface import AnyCache
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.prefix_cache import PrefixCache, common_prefix_length
@@ -24,6 +23,7 @@ from hdtool.runtime.core.request import Observer, Request
 from hdtool.runtime.core.session import Session
 from hdtool.runtime.core.step import Step
 from hdtool.runtime.drafters.drafter_factory import DrafterMaker
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.target.target import Target

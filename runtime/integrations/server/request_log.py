@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hdtool.runtime.config.serving import JSON_LINES
+from hdtool.runtime.settings.serving import JSON_LINES
 
 if TYPE_CHECKING:
     from hdtool.runtime.integrations.server.choice_stream import ChoiceStream

@@ -17,8 +17,6 @@ from hdtool.data.chat import encode_answer, encode_text, read_conversation
 from hdtool.data.errors import HdtoolError, PromptError, lone_surrogate
 from hdtool.data.prompts import Grammar, grammar_of, prediction_of, tools_of
 from hdtool.runtime.answering.answer_plan import AnswerPlan, compiler_for, plan_answer
-from hdtool.runtime.config.decoding import HIERARCHIES, DecodeConfig
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.request import room_for
 from hdtool.runtime.core.sampler import seed_of
 from hdtool.runtime.core.step import Step
@@ -44,6 +42,8 @@ from hdtool.runtime.integrations.server.openai_requests import (
 from hdtool.runtime.integrations.server.quoted_files import Quotes
 from hdtool.runtime.integrations.server.system_messages import takes_late_instructions, with_early_instructions
 from hdtool.runtime.integrations.server.tool_calls import THINK_CLOSING, ThinkingReader, ToolCallReader
+from hdtool.runtime.settings.decoding import HIERARCHIES, DecodeConfig
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.load import Loaded
 
 if TYPE_CHECKING:

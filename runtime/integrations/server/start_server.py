@@ -18,9 +18,6 @@ import uvicorn
 from hdtool.data.errors import ServeError
 from hdtool.data.memory import freeze_objects
 from hdtool.runtime.budget.measure_passes import quick_record
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.serving import ServerConfig
 from hdtool.runtime.core.sampler import compile_sampling
 from hdtool.runtime.drafters.drafter_factory import compile_ahead, finish_compiling
 from hdtool.runtime.generation.generation_settings import refuse_settings
@@ -28,6 +25,9 @@ from hdtool.runtime.integrations.server.body_reader import MIB
 from hdtool.runtime.integrations.server.endpoints import API_KEY_VARIABLE, ApiKeys, Server, TimedProtocol
 from hdtool.runtime.integrations.server.engine_thread import EngineThread, Tenants
 from hdtool.runtime.integrations.server.request_preparation import Preparer
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
+from hdtool.runtime.settings.serving import ServerConfig
 from hdtool.runtime.target.cpu_threads import choose_threads
 from hdtool.runtime.target.load import load
 

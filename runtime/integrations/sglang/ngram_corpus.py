@@ -20,7 +20,6 @@ import torch
 from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.min_probability import NO_DRAFT_ABOVE, MinProbability
 from hdtool.runtime.budget.node_budget import Budget
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.drafter import Drafter, draft_many
@@ -28,6 +27,7 @@ from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.drafter_factory import drafter_with_budget
 from hdtool.runtime.integrations.served_model import opener_for_served
+from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
 
 LOGGER = logging.getLogger("sglang.hdtool")
 SETTINGS_VARIABLE = "HDTOOL_SGLANG"

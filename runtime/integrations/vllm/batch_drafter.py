@@ -13,12 +13,12 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 
 from hdtool.runtime.budget.min_probability import NO_DRAFT_ABOVE, MinProbability
-from hdtool.runtime.config.decoding import MEMORY
-from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.drafters.hierarchy.hierarchy import UNLIMITED_VOCABULARY, Hierarchy
 from hdtool.runtime.integrations.vllm.answer_collector import AnswerCollector
 from hdtool.runtime.integrations.vllm.draft_chains import draft_rows, new_request_states
 from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
+from hdtool.runtime.settings.decoding import MEMORY
+from hdtool.runtime.settings.serving import VllmConfig
 from hdtool.runtime.stores.context_table import CONTEXT_TABLE, clear, holds
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet

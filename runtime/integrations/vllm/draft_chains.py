@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hdtool.runtime.budget.min_probability import NO_DRAFT_ABOVE
-from hdtool.runtime.config.draft_sources import SourceId
 from hdtool.runtime.drafters.hierarchy.compiled_source import DRAFTING, work_at
 from hdtool.runtime.drafters.hierarchy.counting_sources import ranges_at
 from hdtool.runtime.drafters.hierarchy.matching_sources import ANSWERS_LOG, append_to_log, matches_at, table_of
 from hdtool.runtime.drafters.hierarchy.tree_growth import expand, extend, feed, restart
 from hdtool.runtime.kernels.compiled import Ints, array_at, compiled
+from hdtool.runtime.settings.draft_sources import SourceId
 from hdtool.runtime.stores.context_table import add
 from hdtool.runtime.stores.suffix_ranges import MAX_RANGE_ORDER, bounds_of
 from hdtool.runtime.stores.token_log import LANE, LOG, MAX_MATCH_TOKENS, OVERLAP_TOKENS, finish, start

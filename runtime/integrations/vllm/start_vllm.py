@@ -20,10 +20,10 @@ from hdtool.data.errors import OptionError, ServeError, install_command
 from hdtool.data.isolated_processes import isolated_children, isolated_python
 from hdtool.data.stores.stores_at_home import NO_STORE
 from hdtool.data.stores.tenant import has_stores
-from hdtool.runtime.config.decoding import HOME, StoresConfig
-from hdtool.runtime.config.serving import VllmConfig
 from hdtool.runtime.integrations.served_model import opener_for_served
 from hdtool.runtime.integrations.vllm.worker_settings import CUSTOM_CLASS_METHOD, PROPOSER, VllmSettings
+from hdtool.runtime.settings.decoding import HOME, StoresConfig
+from hdtool.runtime.settings.serving import VllmConfig
 
 VALUE_OPTIONS = ("--tokenizer", "--tokenizer-revision", "--revision", "--speculative-config")
 ADDRESS_OPTIONS = ("--host", "--port", "--uds", "--config")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config.decoding import StoresConfig
-from hdtool.runtime.config.serving import VllmConfig
+from hdtool.runtime.settings.decoding import StoresConfig
+from hdtool.runtime.settings.serving import VllmConfig
 
 CUSTOM_CLASS_METHOD, PROPOSER = "custom_class", "hdtool.runtime.integrations.vllm.HierarchyProposer"
 """Speculative method and model by which vLLM's configuration names hdtool's drafter."""

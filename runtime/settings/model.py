@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hdtool.data import demo
-from hdtool.runtime.config.settings_base import Panel, Settings, Use, rare_setting, require, setting
+from hdtool.runtime.settings.settings_base import Panel, Settings, Use, rare_setting, require, setting
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")

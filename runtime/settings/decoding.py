@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Grammar, GrammarKind, read_grammar
-from hdtool.runtime.config.draft_sources import (
+from hdtool.runtime.settings.draft_sources import (
     ALL_LETTERS,
     HISTORY_LETTER,
     LOGIT_LETTERS,
@@ -17,8 +17,8 @@ from hdtool.runtime.config.draft_sources import (
     STORE_LETTERS,
     plugins,
 )
-from hdtool.runtime.config.draft_token_limits import FIXED_BUDGET, LARGEST_BUDGET
-from hdtool.runtime.config.settings_base import Panel, Settings, Use, rare_setting, require, setting
+from hdtool.runtime.settings.draft_token_limits import FIXED_BUDGET, LARGEST_BUDGET
+from hdtool.runtime.settings.settings_base import Panel, Settings, Use, rare_setting, require, setting
 
 
 class Method(NamedTuple):

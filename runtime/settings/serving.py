@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hdtool.runtime.config.decoding import HISTORIES, HISTORY_HELP, MEMORY, NO_HISTORY
-from hdtool.runtime.config.draft_token_limits import LARGEST_BUDGET
-from hdtool.runtime.config.settings_base import Panel, Settings, rare_setting, require, setting
+from hdtool.runtime.settings.decoding import HISTORIES, HISTORY_HELP, MEMORY, NO_HISTORY
+from hdtool.runtime.settings.draft_token_limits import LARGEST_BUDGET
+from hdtool.runtime.settings.settings_base import Panel, Settings, rare_setting, require, setting
 
 TEXT, JSON_LINES = "text", "json"
 LOG_FORMATS = (TEXT, JSON_LINES)

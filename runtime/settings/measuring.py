@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from hdtool.runtime.config.decoding import METHODS, NEED_LOGITS, TRAINED
-from hdtool.runtime.config.settings_base import Panel, Settings, rare_setting, require, setting
+from hdtool.runtime.settings.decoding import METHODS, NEED_LOGITS, TRAINED
+from hdtool.runtime.settings.settings_base import Panel, Settings, rare_setting, require, setting
 
 PEERS = {
     "generate": "transformers' own model.generate",

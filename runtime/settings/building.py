@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hdtool.data.record_counts import TOLERANCE
-from hdtool.runtime.config.settings_base import Panel, Settings, Use, rare_setting, require, setting
+from hdtool.runtime.settings.settings_base import Panel, Settings, Use, rare_setting, require, setting
 
 ENGINES = ("local", "ray")
 """Backends for running build tasks."""
