@@ -38,7 +38,7 @@ class TensorLayout(NamedTuple):
 
 
 def must_move(path: Sequence[int]) -> bool:
-    """Return True unless ``path``, whose offsets increase, is 0, 1, 2 and so on: such positions are in place."""
+    """Return True if the increasing offsets ``path`` differ from 0, 1, 2 and so on, so that positions must move."""
     return len(path) > 0 and path[-1] != len(path) - 1
 
 
@@ -71,7 +71,7 @@ def compile_moves() -> None:
 
 
 def select_rows(tensor: torch.Tensor, rows: Sequence[int], dim: int = 0) -> torch.Tensor:
-    """Return copies of the given rows, in contiguous ranges: indexing by a list would send it to a GPU and wait."""
+    """Return a copy of some rows along ``dim``, without copying indices to the device or waiting for it."""
     starts = [place for place, row in enumerate(rows) if place == 0 or row != rows[place - 1] + 1]
     lengths = [stop - start for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True)]
     return torch.cat(

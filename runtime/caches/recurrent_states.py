@@ -225,7 +225,7 @@ def up_to(snapshots: Sequence[Snapshot], length: int) -> list[Snapshot]:
 
 
 class SlotStates(KeptStates):
-    """The states of a slot's recurrent layers, which passes change in place, and copies after fewer tokens."""
+    """The states of a slot's recurrent layers, which prefill updates in place, and snapshots after fewer tokens."""
 
     keeps_states = True
 

@@ -179,7 +179,7 @@ class Cache:
 
     @torch.inference_mode()
     def fill_unread(self, slot: int, tokens: Sequence[int], room: int) -> None:
-        """Fill an empty slot with tokens and constant keys and values, to time passes; reserve ``room`` positions."""
+        """Fill an empty slot with tokens and constant keys and values, to time passes; leave room for ``room`` more."""
         self.reserve(len(tokens) + room)
         for keys, values in self.slots[slot].kv.storage.layers:
             for numbers in (keys, values):

@@ -85,7 +85,7 @@ class CapturedRuns(dict[Shape, CapturedRun[Output]]):
         return captured
 
     def of_any(self, shape: Shape, compute: Callable[[], Output]) -> CapturedRun[Output] | None:
-        """Do as ``of`` does, but return None if capturing raises an error, and in all later calls."""
+        """Return a shape's function as ``of`` does, or None if capturing any function here has raised an error."""
         try:
             return None if self.has_failed else self.of(shape, compute)
         except Exception:  # code that cannot be captured may raise any error
@@ -94,7 +94,7 @@ class CapturedRuns(dict[Shape, CapturedRun[Output]]):
 
 
 OUT_OF_MEMORY = "out of memory", "alloc_failed"
-"""Parts of messages by CUDA and its libraries, in lower case."""
+"""Parts of the messages, in lower case, by which CUDA and its libraries report a lack of memory."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -1,4 +1,4 @@
-"""Compiled CPU kernels: small-batch matmuls, mixtures of experts, argmax, top-k, and their thread pool.
+"""Compiled CPU kernels, such as matmuls, norms, mixtures of experts, argmax and top-k, and their thread pool.
 
 Imports only `data`.
 """

@@ -1,4 +1,4 @@
-"""Keep compiled code in a folder whose name depends on hdtool's sources, numba, Python and the processor.
+"""Keeps compiled code in a folder whose name depends on hdtool's sources, numba, Python and the processor.
 
 numba reuses a function's code if the function's own file is unchanged, even if functions in other files that were
 compiled into the code have changed. Code of an earlier release could then be reused, so each state of the sources has a
@@ -39,7 +39,7 @@ def _root() -> Path:
 
 
 def digest_of(package: Path) -> str:
-    """Hash what compiled code depends on: the sources with compiled functions, numba, Python and the processor."""
+    """Return a hash of the sources with compiled functions and of the versions of numba, Python and the processor."""
     processor = (
         _config.CPU_NAME or llvm.get_host_cpu_name(),
         _config.CPU_FEATURES or llvm.get_host_cpu_features().flatten(),
@@ -67,7 +67,7 @@ def keeping_code() -> Iterator[None]:
 
 
 def keeps_code() -> bool:
-    """Create the folder for compiled code; return True if it can be written, else numba chooses another one."""
+    """Create the folder for compiled code; return False if it can't be written, so numba uses another one."""
     with suppress(OSError):
         code_folder().mkdir(parents=True, exist_ok=True)
     return os.access(code_folder(), os.W_OK | os.X_OK)

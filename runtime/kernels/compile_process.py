@@ -1,4 +1,4 @@
-"""Compile forward passes and the drafter in another process, while this one loads a model and answers.
+"""Compiles forward passes and the drafter in another process, while this one loads a model and answers.
 
 The process keeps the code, and later processes load it. It runs with low priority and goes on if this one ends.
 """
@@ -88,7 +88,7 @@ class CompileProcess:
         return self._steps[part] == number
 
     def show_until_compiled(self, part: str) -> None:
-        """Wait as ``wait`` does, with a progress bar on a terminal; if the part is compiled, say how long it took."""
+        """Wait as ``wait`` does, with a progress bar on a terminal; if the part is compiled, say how long this took."""
         began, steps = time.monotonic(), STEPS[part]
         with progress_bar(len(steps), f"compiling {NOUNS[part]} for this processor, once", unit="steps") as progress:
 
@@ -107,7 +107,10 @@ _processes: list[CompileProcess] = []
 
 
 def start_compiling(*parts: str) -> None:
-    """Start a process that compiles missing parts, unless one was started, there is one core, or no code is kept."""
+    """Start a process that compiles missing parts, unless one was started before or there is only one core.
+
+    Do nothing, either, if compiled code can't be kept.
+    """
     missing = [part for part in PARTS if part in parts and not is_compiled(part)]
     if missing and not _processes and _cores() > 1 and keeps_code():
         with suppress(OSError):  # this process compiles when it needs the code

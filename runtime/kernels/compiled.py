@@ -63,7 +63,7 @@ def generated(*kinds: Any, returns: Any = types.void) -> Callable[[Callable[...,
     """Turn a function that emits LLVM instructions into a numba intrinsic, inlined into its caller.
 
     The function receives an IR builder and one value for each type in ``kinds``. Where the type is None, the argument
-    must be a constant, and the function receives this in Python.
+    must be a constant, and the function receives its Python value.
     """
 
     def decorate(generate: Callable[..., Any]) -> Any:

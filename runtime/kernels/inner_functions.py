@@ -1,4 +1,4 @@
-"""Compile functions for compiled callers, without the machine code that only a call from Python needs.
+"""Compiles functions for compiled callers, without the machine code that only a call from Python needs.
 
 For each function that a compiled one calls, numba also generates separate machine code, wraps this for calls from
 Python and writes it to the cache, although the caller's code contains the function. Leaving this out shortens

@@ -51,7 +51,7 @@ class PanelFormat:
     scales: int = 1
     """Number of scales per row of a part: one for all columns, or one for each half."""
     has_factors: bool = False
-    """Each part has integers that multiply the scales and minima of its header."""
+    """True if each part has integers that multiply the scales and minima of its header."""
     scale_size: int = HALF_SIZE
     """Size in bytes of a scale in the header: an exponent, a float16 or a float32."""
     table: tuple[int, ...] = ()

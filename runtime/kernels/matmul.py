@@ -258,7 +258,7 @@ def _prepared_bytes(kernels: Record, columns: int) -> int:
 
 @compiled
 def _multiply_prepared(kernels: Record, operands: Operands, memory: npt.NDArray[np.uint8]) -> None:
-    """Write prepared input rows to ``memory`` and multiply the matrix by them; its last panel may have padding rows."""
+    """Write prepared input rows to ``memory`` and multiply the matrix by them; the last panel may have padding rows."""
     matrix, out_features, columns, inputs, rows, outputs, output_stride = operands
     prepared, size = line_after(memory.ctypes.data), _prepared_bytes(kernels, columns)
     tile_rows = min(kernels.tile_rows, max(MAX_DIRECT_ROWS, MAX_CACHED_VALUES * ITEM_SIZE // size))

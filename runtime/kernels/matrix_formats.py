@@ -107,9 +107,9 @@ TINIEST_SCALE = 1 << 21
 
 
 Expand = Callable[[int], Any]
-"""Generates code that unpacks the vector of a block at an index."""
+"""Generates code that unpacks the vector at an index of a block."""
 Scale = Callable[[int], Any]
-"""Generates code that broadcasts the scale of a block at an index to all lanes."""
+"""Generates code that broadcasts the scale at an index of a block to all lanes."""
 FLOAT_SIZE = 4
 MANTISSA_BITS = 23
 LEVELS = [float(level) for level in range(16)]

@@ -18,8 +18,9 @@ from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, F
 def elementwise(compute: Callable[..., Any], inputs: int = 1, factors: int = 0, *, in_place: bool = True) -> Any:
     """Return an intrinsic that writes ``compute(code, *numbers, *factors)`` for the numbers at each index of inputs.
 
-    The intrinsic's arguments are the addresses of the inputs, the number of items in each, the factors and the address
-    to write to. With ``in_place``, there is no such address, and the first input is overwritten.
+    The intrinsic's arguments are the addresses of the inputs, the number of items in each, which must be a multiple of
+    ``LANES``, the factors and the address to write to. With ``in_place``, there is no such address, and the first input
+    is overwritten.
     """
     written = () if in_place else (types.int64,)
 
@@ -81,7 +82,7 @@ def unit_row(builder: Any, read: Any, width: Any, epsilon: Any, factor: Any, wri
 
 
 exponentiate = elementwise(lambda code, score, largest: code.exp(code.builder.fsub(score, largest)), factors=1)
-"""Computes ``scores = exp(scores - largest)``; the number of scores must be a multiple of ``LANES``."""
+"""Computes ``scores = exp(scores - largest)``."""
 
 
 def _tanh_gelu(code: FloatCode, numbers: Any) -> Any:

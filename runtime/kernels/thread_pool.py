@@ -106,7 +106,7 @@ def run_parallel(
     """Run a job on the threads of the open pool at ``control``; if ``control`` is 0, use only the calling thread.
 
     The function at address ``function`` is called with the eight ``arguments`` and a range of units, which starts at a
-    multiple of ``multiple``. Returns once all units are done.
+    multiple of ``multiple``. Return once all units are done.
     """
     parts = parts_of(threads, units, multiple)
     if control == 0 or parts < 2:

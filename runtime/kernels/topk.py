@@ -283,7 +283,7 @@ def _indices_of(values: Array, threshold: float, indices: Array) -> int:
 
 @compiled
 def _indices_below(candidates: Array, values: Array, threshold: float, indices: Array) -> int:
-    """Do as ``_indices_of`` does, but only for values covered by the maxima at indices ``candidates``."""
+    """Write and count indices like ``_indices_of``, but only of values covered by the maxima at ``candidates``."""
     count = 0
     for maximum in candidates:
         first = maximum // TOPK_LANES * TOPK_BLOCK + maximum % TOPK_LANES

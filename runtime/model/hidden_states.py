@@ -43,9 +43,10 @@ class HiddenStates:
         self.layers += tuple(layers)
 
     def columns(self, layers: Sequence[int] = ()) -> slice | None:
-        """Return a slice of the columns of ``last_pass`` that hold the outputs of ``layers``; None if not recorded.
+        """Return a slice of the columns of ``last_pass`` that hold the outputs of ``layers``; None if there is none.
 
-        Without ``layers``, the slice selects the output layer's input.
+        Layers must have been recorded in this order, without others between them. Without ``layers``, the slice selects
+        the output layer's input.
         """
         if not self.is_watched:
             return None

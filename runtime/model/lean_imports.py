@@ -3,7 +3,7 @@
 Garbage collection is postponed, torch's compiler deferred, distributed tensors skipped and a file scan cached.
 
 ``transformers`` imports torch's compiler for decorators that disable it, and torch's distributed tensors, which
-import sympy. It also reads a thousand source files to find which names they define. Together, these imports and the
+import sympy. It also scans a thousand source files for the names that they define. Together, these imports and the
 scan take as long as importing torch. The compiler is loaded at its first use instead. The imports also create half a
 million lasting objects, which the garbage collector would visit again and again, for another second.
 

@@ -99,8 +99,8 @@ class AttentionMasks:
         """Return the mask ``[trees, 1, rows, longest + rows]`` for trees after contexts of these ``lengths``.
 
         Trees are padded to the size of the largest. Their padding rows attend to the first token, since no row may be
-        fully masked. Return None for a bare root if the model has one kind of layer, whose window contains the whole
-        context. ``step`` holds the trees, if they have been sent to the device.
+        fully masked. Return None for a single bare root if the model has one kind of layer, whose window contains the
+        whole context. ``step`` holds the trees, if they have been sent to the device.
         """
         rows = max(map(len, trees)) + 1
         extent = max(lengths) + rows

@@ -135,7 +135,7 @@ class Rotary(NamedTuple):
 def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> Rotary:
     """Return the cosines and sines for layers of type ``kind``, as computed by the model's rotary module.
 
-    Raises NotImplementedError if the width of the cosines and sines doesn't fit a head.
+    Raise a ``NotImplementedError`` if the width of the cosines and sines doesn't fit a head.
     """
     embeddings = cast(Any, parts.rotary)(hidden, positions, *filter(None, [kind]))
     if isinstance(embeddings, torch.Tensor):  # complex numbers
@@ -172,7 +172,7 @@ def rotary_kinds(parts: ModelParts[Any]) -> list[str | None]:
 
 
 def windows_of_layers(config: Any, windows: Sequence[AttentionWindow]) -> list[AttentionWindow] | None:
-    """Return each layer's window of ``windows``, chosen by layer type; None for chunked attention or unknown types."""
+    """Return the window of each layer, from ``windows`` by layer type; None for chunked attention or unknown types."""
     by_kind = {window.kind: window for window in windows}
     if any(window.chunk for window in by_kind.values()):
         return None

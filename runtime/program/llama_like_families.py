@@ -40,7 +40,7 @@ SETTINGS = frozenset({
     "pad_token_id", "rms_norm_eps", "rope_parameters", "sliding_window", "tie_word_embeddings", "use_cache",
     "vocab_size",
 })  # fmt: skip
-"""Settings common to all families."""
+"""Settings that any family may have."""
 EXPERT_SETTINGS = frozenset({
     "decoder_sparse_step", "first_k_dense_replace", "mlp_only_layers", "moe_intermediate_size", "n_group",
     "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts", "num_experts_per_tok",
@@ -57,9 +57,9 @@ class NormKind:
     offset: float = 0.0
     """Constant added to the weight before it is applied."""
     rounds: bool = True
-    """Normalized rows are rounded to the model's dtype before the weight is applied, not only after."""
+    """True if normalized rows are rounded to the model's dtype before the weight is applied, not only after."""
     is_centered: bool = False
-    """The norm is a LayerNorm, which subtracts a row's mean first, not an RMSNorm."""
+    """True for a LayerNorm, which subtracts a row's mean first; False for an RMSNorm."""
     has_bias: bool = False
 
     @property
@@ -95,7 +95,7 @@ class Names:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The sublayers of a layer, and how what they compute is normalized, scaled and added to hidden states."""
+    """The sublayers of a layer, their norms and factors, and how their outputs are added to hidden states."""
 
     norms: tuple[str, str, str, str] = LLAMA_NORMS
     """Names of the norms before and after attention, and before and after the MLP; an empty name means no norm."""
@@ -104,15 +104,15 @@ class LayerKind:
     mixers: Collection[str] = ()
     """Attribute names of the mixers that layers may have."""
     adds_mixers: bool = False
-    """Each layer has a mixer besides attention. Both read the same normalized rows, and their outputs are added."""
+    """True if each layer has a mixer besides attention; both read the same normalized rows, and their outputs add up."""
     is_single: bool = False
-    """Each layer has a single sublayer: a mixer, attention, an MLP or a mixture of experts."""
+    """True if each layer has a single sublayer: a mixer, attention, an MLP or a mixture of experts."""
     is_parallel: bool = False
-    """Attention and MLP read the same normalized rows, and both outputs are added to the hidden states."""
+    """True if attention and MLP read the same normalized rows, and both outputs are added to the hidden states."""
     added_router: str = ""
     """Class name of the router for experts that layers may have in addition to their MLP."""
     has_inputs: bool = False
-    """Layers may have a per-layer input in addition to hidden states."""
+    """True if layers may have a per-layer input in addition to hidden states."""
     residual: str = ""
     """Name of the layer attribute with the factor that scales what attention and MLP add to hidden states."""
     factor: str = ""
@@ -123,7 +123,7 @@ class LayerKind:
     The matmuls are ``queries``, ``keys``, ``values``, ``out``, ``mixer_out``, ``gate`` and ``down``.
     """
     widens: str = ""
-    """Name of the layer attribute that is true if hidden states are float32 in a model of any dtype."""
+    """Name of the layer attribute that is true if hidden states are float32 whatever the model's dtype."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,11 @@ class AttentionKind:
     class_name: str = ""
     """Class name of attention modules, if modules of other kinds have the same name; otherwise empty."""
     has_latents: bool = False
-    """Attention computes the keys and values of all heads from one cached vector per token, see ``LatentParts``."""
+    """True if attention computes all heads' keys and values from one cached vector per token; see ``LatentParts``."""
     latent_gate: str = ""
     """Name of the linear layer whose sigmoids scale a latent attention's heads; empty if they aren't scaled."""
     joins_qkv: bool = False
-    """A single projection computes queries, keys and values."""
+    """True if a single projection computes queries, keys and values."""
     projections: Callable[[Any], tuple[str, ...]] = lambda attention: PROJECTIONS
     """Returns the names of an attention module's query, key and value projections.
 
@@ -149,18 +149,18 @@ class AttentionKind:
     value_norm: str = ""
     """Name of the values' norm, which has no weight; empty if values aren't normalized."""
     norms_all_heads: bool = False
-    """Norms of queries and keys span all heads instead of one."""
+    """True if norms of queries and keys span all heads instead of one."""
     norms_each_head: bool = False
-    """Norms of queries and keys span one head, with a separate weight for each head."""
+    """True if norms of queries and keys span one head, with a separate weight for each head."""
     varies_heads: bool = False
-    """The number of heads and their width may vary between layers."""
+    """True if the number of heads and their width may vary between layers."""
     gates_heads: bool = False
-    """Each query head has an output gate."""
+    """True if each query head has an output gate."""
     softcap: str = ""
     """Name of the attention attribute that holds the softcap of attention scores."""
     has_sinks: bool = False
     is_causal: bool = True
-    """Whether attention modules say that they are causal."""
+    """Value of the ``is_causal`` attribute of attention modules."""
 
 
 @dataclass(frozen=True)
@@ -168,17 +168,17 @@ class RotaryKind:
     """How rotary positions are applied to queries and keys."""
 
     rotates: Callable[[Any], bool] = lambda attention: True
-    """Returns True if an attention module uses rotary positions."""
+    """Returns True for attention modules that use rotary positions."""
     is_partial: bool = False
-    """Rotary positions may cover only the first part of a head."""
+    """True if rotary positions may cover only the first part of a head."""
     is_interleaved: bool = False
-    """Rotary pairs are adjacent elements instead of elements half a head apart."""
+    """True if rotary pairs are adjacent elements instead of elements half a head apart."""
     splits_pairs: bool = False
-    """Rotary pairs are adjacent elements that rotation writes to different halves; only in latent attention."""
+    """True if rotary pairs are adjacent elements that rotation writes to different halves; only in latent attention."""
     has_half_tables: bool = False
-    """The rotary module returns cosines and sines for half a head, to be repeated for the other half."""
+    """True if the rotary module returns cosines and sines for half a head, to be repeated for the other half."""
     has_paired_tables: bool = False
-    """The rotary module returns each cosine and sine twice in a row, for heads that are rotated in float32."""
+    """True if the rotary module returns each cosine and sine twice in a row; heads are then rotated in float32."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class MlpKind:
 
     activations: frozenset[str] = frozenset({"silu"})
     joins_gate: bool = False
-    """A single projection computes the gate and up outputs."""
+    """True if a single projection computes the gate and up outputs."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class MixerParts(Generic[Matmul]):
 
     @property
     def called(self) -> tuple[Module, ...]:
-        """The modules that every pass calls: matmuls and the module of the decays. Kernels compute the gated norm."""
+        """Modules that a fused pass always calls: matmuls and the module of the decays, but not the gated norm."""
         return *self.matmuls, *filter(None, (self.decay,))
 
     @property
@@ -294,7 +294,7 @@ READERS: Mapping[str, Callable[[Any], MixerParts[Any]]] = {
     **dict.fromkeys(("BambaMixer", "GraniteMoeHybridMambaLayer", "FalconH1Mixer"), _mamba2),
     **dict.fromkeys(("Mamba2Mixer", "NemotronHMamba2Mixer", "Zamba2MambaMixer"), _mamba2),
 }
-"""Functions that return a mixer's parts, by the class of its module."""
+"""Functions that return a mixer's parts, by the class name of its module."""
 
 
 BLOCK_ATTRIBUTES = frozenset({
@@ -324,7 +324,7 @@ class ExpertKind:
     shared_gate: str = ""
     """Name of the linear layer whose sigmoid scales the shared expert's output; empty if it isn't scaled."""
     has_sigmoids: bool = False
-    """Routing weights are sigmoids of the router's scores instead of a softmax."""
+    """True if routing weights are sigmoids of the router's scores instead of a softmax."""
     correction: str = ""
     """Path of a tensor that is added to routing weights for the top-k choice only; empty without one."""
     sum_offset: float = 0.0
@@ -346,9 +346,9 @@ class Router:
     top: int
     """Number of experts per token."""
     has_sigmoids: bool
-    """Routing weights are sigmoids of the scores instead of a softmax."""
+    """True if routing weights are sigmoids of the scores instead of a softmax."""
     renormalizes: bool
-    """The routing weights of the chosen experts are divided by their sum."""
+    """True if the routing weights of the chosen experts are divided by their sum."""
     correction: torch.Tensor | None
     """Added to routing weights for the top-k choice only; None without a correction."""
     groups: int

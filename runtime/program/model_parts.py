@@ -1,4 +1,4 @@
-"""Recognizes models with Llama's structure and models of the families described in ``llama_like_families``."""
+"""Recognizes models with Llama's structure and models of the other described families."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class LayerParts(Generic[Matmul]):
     shared_gate: Matmul | None = None
     """Linear layer whose sigmoid scales the shared expert's output; None if the output isn't scaled."""
     mixer: MixerParts[Matmul] | None = None
-    """Mixer in place of attention, or besides it if the family ``adds_mixers``."""
+    """Mixer in place of attention, or besides it if the family ``adds_mixers`` or the layer has a ``side`` block."""
     latent: LatentParts[Matmul] | None = None
     """Further modules of a latent attention, whose input projections ``qkv`` holds; None for other layers."""
     value_norm: Module | None = None

@@ -25,7 +25,7 @@ class SideNames:
     """Names of the modules of layers with a side block."""
 
     holders: tuple[str, ...]
-    """Names of modules that only group others; ``modules_of`` names these by the group's name, a dot and their own."""
+    """Names of modules that only group others; ``modules_of`` prefixes the others' names with the group's and a dot."""
     norm: str
     out: str
     adapters: Mapping[str, str]
@@ -60,7 +60,7 @@ class SideBlock(Generic[Matmul]):
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the weights of the adapters, including those of other layers."""
+        """Weights of the adapters, including those of other layers."""
         for adapters in self.lists:
             yield from tensors_of(adapters)
 

@@ -46,7 +46,7 @@ def choose_threads(target: Target, wanted: int | None = None, record: CachedValu
 
 
 def cpu_quota(root: Path = CGROUPS) -> int | None:
-    """Return the number of CPUs that a container may use, rounded up; None if unlimited. torch ignores the limit."""
+    """Return the number of CPUs that a container may use, rounded up; None if unlimited or unknown."""
     for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
         try:
             quota, period = " ".join((root / file).read_text() for file in files).split()
@@ -68,7 +68,7 @@ def _fastest(target: Target, max_threads: int, record: CachedValue | None) -> in
 
 
 def fastest_threads(seconds_with: Callable[[int], float], best: int) -> int:
-    """Return the number of threads, at most ``best``, with which ``seconds_with`` is the shortest, or nearly so.
+    """Return the number of threads, at most ``best``, for which ``seconds_with`` returns the least time, or nearly so.
 
     Half as many threads are tried until fewer are slower.
     """

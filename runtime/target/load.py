@@ -100,7 +100,7 @@ _TARGETS: WeakValueDictionary[int, Target] = WeakValueDictionary()
 
 
 def target_of_loaded(model: PreTrainedModel) -> Target | None:
-    """Return another target of a model that ``load`` returned, which computes as that one does.
+    """Return another target for a model that ``load`` has loaded; both compute the same way.
 
     Return None if the model would have to be checked again, as after a change, or if its first target is gone.
     """

@@ -128,7 +128,7 @@ class Target(BackendEngine):
     def compile(self, *, proved: bool = False) -> bool:
         """Compute passes in compiled code if it supports the model with the same results; return whether it does.
 
-        With ``proved``, results aren't compared, because an earlier process has compared them.
+        With ``proved``, results aren't compared, because they have been compared before.
         """
         from hdtool.runtime.engines.cpu.compile_and_check import compile_cpu
 
@@ -197,9 +197,10 @@ class Target(BackendEngine):
         return self._changes.ignored()
 
     def notice_changes(self) -> None:
-        """Discard captured and compiled passes if the model's adapters, weights or hooks changed since the last prompt.
+        """Discard captured and compiled passes if the model changed since the last prompt; count the change.
 
-        If the model's modules, code or hooks changed, check it again; raise a ``FamilyError`` if the check fails.
+        Passes stay valid if weights were only written in place. If the model's modules, code or hooks changed, check it
+        again; raise a ``FamilyError`` if the check fails.
         """
         with forward_lock(self.model):  # a pass of another target may have replaced forwards, and a proof adds hooks
             changed = self._changes.found(self._discard)

@@ -137,7 +137,7 @@ def _report_late(error: HdtoolError) -> int:
 
 
 class LeadingTarget(Target):
-    """The leader's target, which broadcasts each operation before performing it.
+    """The leader's target, which broadcasts its operations to the followers.
 
     Messages refer to caches by their number.
     """
@@ -187,7 +187,7 @@ class LeadingTarget(Target):
 
 
 def repeat(target: Target, caches: dict[int, Cache], operation: str, number: int, *arguments: Any) -> None:
-    """Perform on this process's target what the leader has performed, on the cache with this number."""
+    """Perform on this process's target an operation that the leader broadcast, on the cache with this number."""
     if operation == "allocate":
         caches[number] = target.allocate(*arguments)
     elif operation == "prefill":

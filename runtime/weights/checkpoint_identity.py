@@ -62,7 +62,8 @@ def place_of(
 def checkpoint_of(config: ModelConfig, revision: str | None = None) -> Checkpoint | None:
     """Return the checkpoint that a configuration names, or None if its weights are not on this machine.
 
-    The model is not loaded, and no weights are downloaded, except a GGUF file on the hub.
+    The model is not loaded, and no weights are downloaded, except a GGUF file on the hub. Raise a ``ModelError`` if the
+    model does not exist.
     """
     file = gguf_file(config)
     return checkpoint_in(place_of(config, revision=revision), file.name if file else _name_of(config))

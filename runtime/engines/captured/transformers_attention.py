@@ -64,7 +64,7 @@ class TreeAttention:
     ) -> torch.Tensor:
         """Compute attention of queries ``[slots, heads, rows, width]``; return ``[slots, rows, heads, width]``.
 
-        Raises NotImplementedError for unknown ``options``, or if a head's keys or values aren't contiguous.
+        Raise a ``NotImplementedError`` for unknown ``options``, or if a head's keys or values aren't contiguous.
         """
         slots, heads, rows, width = query.shape
         unknown = (

@@ -3,5 +3,5 @@
 Transformers' code computes unsupported models and passes, and models whose weights or modules have changed.
 
 The entry point is `compile_cpu`. Token mixers other than attention keep the inputs of each row's state update, so that
-the accepted path can be replayed. Of the other engines, only `stock` is imported, with which passes are compared.
+the accepted path can be replayed. Of the other engines, only `stock` and `proofs` are imported, to compare passes.
 """

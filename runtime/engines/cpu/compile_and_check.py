@@ -72,7 +72,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 def compile_cpu(stock: StockModel, facts: ModelFacts, *, proved: bool = False) -> CompiledModel | None:
     """Compile a model's passes; return None if the model is unsupported or the results differ from Transformers'.
 
-    With ``proved``, the results aren't compared with Transformers', because an earlier process has compared them.
+    With ``proved``, the results aren't compared with Transformers', because they have been compared before.
     """
     if stock.device.type != "cpu" or stock.dtype != torch.float32 or facts.no_trees:
         return None
@@ -149,7 +149,7 @@ class _LayerProof:
         self._shared: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         """Keys and values that Transformers' layers share in the current pass, by layer type."""
         self._compared: list[int] = []
-        """Layers of the current pass so far."""
+        """Layers compared so far in the current pass."""
         tokens = torch.tensor([some_context(len(PROOF_TREE) + 1, embedded_tokens(stock.model))])
         embedded: torch.Tensor = stock.model.get_input_embeddings()(tokens)
         self._states = [embedded]

@@ -1,9 +1,9 @@
 """Computes the gated delta rule of Qwen3.5 and other models, head by head.
 
 For each row, the head's state decays, and the difference between the row's value and what the state returns for the
-row's key is added at that key. A state ``[key, value]`` is computed a few columns at a time for all rows of a tree, so
-that the working set stays in the core's cache. The order of operations per column doesn't depend on how many columns
-are computed together.
+row's key, times the write strength, is added at that key. A state ``[key, value]`` is computed a few columns at a time
+for all rows of a tree, so that the working set stays in the core's cache. The order of operations per column doesn't
+depend on how many columns are computed together.
 
 In Kimi's delta attention, each key channel of a state has a decay of its own.
 """

@@ -36,8 +36,8 @@ class DrafterLayers:
         """Compute the layers of ``hidden [rows, width]`` in place; return the output of the norm after them, if any.
 
         ``normed`` is what the first layer reads, by default the norm of ``hidden``. ``context`` are normalized rows
-        before the others, of which the layers only write keys and values; ``positions`` include theirs, the mask has no
-        rows for them. ``first`` is the first layer's index in the cache.
+        before the others, of which the layers only write keys and values; ``positions`` include theirs, but the mask
+        has no rows for them. ``first`` is the first layer's index in the cache.
         """
         of_context = 0 if context is None else len(context)
         self._operations.begin_rows(rows.places[None], rows.mask, rows.extent, of_context)

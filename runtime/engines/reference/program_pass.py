@@ -136,7 +136,7 @@ class LayerPlan:
     mixer_factor: float
     """Scales the mixer's output."""
     middle: Residual
-    """Residual after attention and mixer, normalized for the MLP, or without one, for the next or the output layer."""
+    """Residual after attention and mixer, normalized for the MLP or, if there is none, the next or the output layer."""
     feed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
     """Computes MLP and experts from two arguments: the normalized rows, and the hidden states before the norm."""
     is_parallel: bool

@@ -182,7 +182,7 @@ class StackedStates:
     """What rows change in the states of all mixers, stacked by shape so that a GPU runs few, large operations."""
 
     def __init__(self, layers: Sequence[MixerStates], states: States, write: Write) -> None:
-        """``write`` computes states, whose leading dimension stacks layers."""
+        """``write`` updates states, whose leading dimension stacks layers."""
         self._write = write
         changes = {name: change for layer in layers for name, change in layer.changes.items()}
         self._changes: dict[StateNames, Changes] = {

@@ -108,9 +108,9 @@ class RecurrentLayers:
 
     @contextmanager
     def over_step(self, step: StepTensors, states: States) -> Iterator[Callable[[], StackedStates]]:
-        """Context manager under which the model's passes run over the trees of ``step``; such passes can be captured.
+        """In this block, make the model's passes run over the trees of ``step``; such passes can be captured.
 
-        It yields a function to call after the pass, which returns the states after the step's rows.
+        Yield a function to call after the pass, which returns the states after the step's rows.
         """
         states = states.part(0, step.tokens.shape[0])
         closed = self._closed(step, states)

@@ -36,7 +36,7 @@ def has_own_forward(module: Module) -> bool:
 
 @contextmanager
 def replace_forwards(changes: Iterable[tuple[Module, Forward]]) -> Iterator[None]:
-    """Context manager that replaces the ``forward`` of modules, in the calling thread only, and restores it on exit."""
+    """In this block, replace the ``forward`` of modules for the calling thread; other threads run the original."""
     held: list[tuple[Module, Forward | None]] = []
     try:
         for module, forward in changes:
