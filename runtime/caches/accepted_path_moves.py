@@ -1,4 +1,4 @@
-"""Moves cached positions of accepted paths, and selects their rows: compiled on CPUs, with PyTorch on devices."""
+"""Moves cached positions of accepted paths: in compiled code on CPUs, with PyTorch on other devices."""
 
 from __future__ import annotations
 

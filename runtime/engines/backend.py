@@ -161,7 +161,7 @@ class BackendEngine:
     def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
         """Verify tree ``i`` in slot ``i``, all in a single pass; return the results of each tree.
 
-        They are valid until the next pass.
+        The results are valid until the next pass.
         """
         return self.launch(cache, trees, options)()
 

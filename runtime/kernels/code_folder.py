@@ -39,7 +39,7 @@ def _root() -> Path:
 
 
 def digest_of(package: Path) -> str:
-    """Return a hash of the sources with compiled functions and of the versions of numba, Python and the processor."""
+    """Return a hash of the sources with compiled functions, the versions of numba and Python, and the processor."""
     processor = (
         _config.CPU_NAME or llvm.get_host_cpu_name(),
         _config.CPU_FEATURES or llvm.get_host_cpu_features().flatten(),
@@ -67,7 +67,7 @@ def keeping_code() -> Iterator[None]:
 
 
 def keeps_code() -> bool:
-    """Create the folder for compiled code; return False if it can't be written, so numba uses another one."""
+    """Create the folder for compiled code; return False if it can't be written, so that numba uses another one."""
     with suppress(OSError):
         code_folder().mkdir(parents=True, exist_ok=True)
     return os.access(code_folder(), os.W_OK | os.X_OK)

@@ -107,9 +107,9 @@ _processes: list[CompileProcess] = []
 
 
 def start_compiling(*parts: str) -> None:
-    """Start a process that compiles missing parts, unless one was started before or there is only one core.
+    """Start a process that compiles those of the ``parts`` whose code isn't kept yet.
 
-    Do nothing, either, if compiled code can't be kept.
+    Do nothing if a process was started before, if there is only one core, or if code can't be kept.
     """
     missing = [part for part in PARTS if part in parts and not is_compiled(part)]
     if missing and not _processes and _cores() > 1 and keeps_code():
@@ -125,7 +125,7 @@ def _cores() -> int:
 
 
 def is_compiling(part: str) -> bool:
-    """Return True while the process that ``start_compiling`` started is going to compile a part."""
+    """Return True while the process that ``start_compiling`` started has yet to finish a part."""
     return any(process.is_compiling(part) for process in _processes)
 
 
@@ -138,7 +138,7 @@ def wait_until_compiled(part: str, *, shown: bool = True) -> None:
 
 @contextmanager
 def core_left_free() -> Iterator[None]:
-    """In this block, let torch use one thread fewer if the process is compiling when the block begins.
+    """In this block, let torch use one thread fewer if ``start_compiling``'s process is compiling when it begins.
 
     Threads of torch wait for each other: with one on the compiler's core, each operation takes ten times as long.
     """

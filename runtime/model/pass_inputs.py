@@ -42,7 +42,7 @@ class AttentionWindow:
         return (self.window is None or length <= self.window) and (self.chunk is None or length <= self.chunk)
 
     def visible(self, related: Any, query: Any, key: Any) -> Any:
-        """Restrict ``related``, which marks the keys that each query may read, to keys within the query's window.
+        """Return ``related``, which marks the keys that each query may read, without those outside the query's window.
 
         ``query`` and ``key`` are positions. All arguments and the result are arrays, or all are tensors.
         """
@@ -332,7 +332,7 @@ def step_words(tree: DraftTree, rows: int, length: int) -> list[int]:
 
 
 def sent_step(trees: Sequence[DraftTree], lengths: Sequence[int], device: torch.device) -> StepTensors:
-    """Send trees after contexts of these ``lengths`` to the device, padded to the size of the largest tree."""
+    """Return a step over trees after contexts of these ``lengths``, padded to the largest and sent to the device."""
     rows, step_input = max(map(len, trees)) + 1, StepInput(device, len(trees))
     for slot, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
         step_input.fill(slot, tree, rows, length)

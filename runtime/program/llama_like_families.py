@@ -104,7 +104,7 @@ class LayerKind:
     mixers: Collection[str] = ()
     """Attribute names of the mixers that layers may have."""
     adds_mixers: bool = False
-    """True if each layer has a mixer besides attention; both read the same normalized rows, and their outputs add up."""
+    """True if layers have a mixer besides attention; both read the same normalized rows, and both outputs are added."""
     is_single: bool = False
     """True if each layer has a single sublayer: a mixer, attention, an MLP or a mixture of experts."""
     is_parallel: bool = False

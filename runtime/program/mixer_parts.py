@@ -330,7 +330,7 @@ class ExpertKind:
     sum_offset: float = 0.0
     """Constant added to the sum by which routing weights are divided."""
     renormalizes: bool = True
-    """Default of the router's ``norm_topk_prob``: routing weights of the chosen experts are divided by their sum."""
+    """Default of the router's ``norm_topk_prob``, True if chosen experts' routing weights are divided by their sum."""
     group_top: int = 2
     """Number of best experts in a group whose summed scores rank the group."""
     identities: Collection[str] = ()

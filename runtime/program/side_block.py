@@ -79,7 +79,7 @@ def modules_of(layer: Module, family: Family) -> dict[str, Module | None]:
 def with_side_block(
     parts: LayerParts[Matmul], index: int, support: EngineSupport[Matmul], names: SideNames
 ) -> LayerParts[Matmul] | None:
-    """Return the parts of a layer with attention and those of its side block; None for unsupported modules."""
+    """Return a layer's parts with those of its side block; None for unsupported modules."""
     layer, adapters, lists = parts.layer, dict[str, Any](), list[Module]()
     adapted = dict(zip((*PROJECTIONS, GATE_UP), (*parts.qkv, *parts.gate_up), strict=True))
     for matmul, path in names.adapters.items():

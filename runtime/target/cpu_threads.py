@@ -70,7 +70,7 @@ def _fastest(target: Target, max_threads: int, record: CachedValue | None) -> in
 def fastest_threads(seconds_with: Callable[[int], float], best: int) -> int:
     """Return the number of threads, at most ``best``, for which ``seconds_with`` returns the least time, or nearly so.
 
-    Half as many threads are tried until fewer are slower.
+    The number is halved until fewer threads are slower.
     """
     shortest = seconds_with(best)
     while best > 1 and (seconds := seconds_with(best // 2)) <= MIN_SPEEDUP * shortest:

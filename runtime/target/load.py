@@ -229,7 +229,7 @@ def _target_with(proof: Proof | None, config: ModelConfig, settings: Any, kept: 
 
 
 def _kept_proof(config: ModelConfig, settings: Any) -> KeptProof | None:
-    """Return the record that stores the ``Proof`` of a compiled model between starts; None if it cannot be reused."""
+    """Return the record that keeps a compiled model's ``Proof`` between starts; None if no proof could be reused."""
     by_library = library_of(settings) or (config.quantization and config.quantization not in BLOCKS)
     fixed = config.dtype != "auto" or by_library or config.trust_remote_code
     if fixed or not config.fused_layers or config.attn_implementation:
@@ -282,7 +282,7 @@ def _on_one_device(config: ModelConfig, settings: Any, device: torch.device) -> 
 
 
 def load_tokenizer(config: ModelConfig, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer without the model; raise ModelError if that fails."""
+    """Load a model's tokenizer without the model; raise an ``HdtoolError`` if that fails."""
     collect_garbage_again()  # the largest imports are done
     place = place_of(config, revision=revision)
     try:
@@ -321,7 +321,7 @@ def ends_of(ends: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase
 
 
 def load_settings(config: ModelConfig) -> Any:
-    """Load a model's configuration without the model; raise ModelError if that fails."""
+    """Load a model's configuration without the model; raise an ``HdtoolError`` if that fails."""
     place, trust = place_of(config, CONFIG_FILES), config.trust_remote_code
 
     def read() -> Any:

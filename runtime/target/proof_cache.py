@@ -70,7 +70,7 @@ def _shape(layer: Any) -> LayerShape:
 
 
 class KeptProof:
-    """The saved result of one model's checks, valid for this machine and these settings."""
+    """Keeps the result of one model's checks between starts; it is valid for this machine and these settings only."""
 
     def __init__(self, config: ModelConfig, settings: Any, family: type, files: Iterable[Path]) -> None:
         """``settings`` and ``family`` are the model's Transformers configuration and class; ``files`` are its files."""

@@ -55,8 +55,9 @@ class Target(BackendEngine):
     ) -> None:
         """Check that the model can verify trees, or else chains; raise a ``FamilyError`` if it can do neither.
 
-        ``capture`` returns the ``Capture`` for a device, or None if steps aren't captured on it. ``facts`` are known
-        from an earlier check; if given, the model isn't checked again and its steps aren't captured.
+        If damaged weights are the cause, raise a ``ModelError``. ``capture`` returns the ``Capture`` for a device, or
+        None if steps aren't captured on it. ``facts`` are known from an earlier check; if given, the model isn't
+        checked again and its steps aren't captured.
         """
         refuse_by_configuration(model.config)
         refuse_by_class(model)
@@ -139,8 +140,8 @@ class Target(BackendEngine):
     def twin(self) -> Target | None:
         """Return another target of the model, with a cache of its own, which isn't checked again.
 
-        Return None if the model has changed since the last prompt or needs a check: on GPUs, where steps are captured,
-        with recurrent layers, and for chains.
+        Return None if the model has changed since the last prompt or needs a check, as on GPUs, with recurrent layers
+        and for chains.
         """
         is_simple = self.device.type == "cpu" and not self.facts.recurrent and self.takes_trees
         if not is_simple or not self._changes.is_unchanged:

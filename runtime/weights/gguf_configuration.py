@@ -83,7 +83,7 @@ def write_configuration(file: GGUFFile, folder: Path) -> None:
 
 
 def _settings(file: GGUFFile, entries: dict[str, bytes], folder: Path) -> Any:
-    """Return the configuration, which transformers reads from a header with two tokens, since all take seconds."""
+    """Return the configuration, which transformers reads from a copy with two tokens: reading all takes seconds."""
     from transformers import AutoConfig, PreTrainedConfig
 
     kept = [entry for name, entry in entries.items() if not (name.startswith(VOCABULARY) and _is_array(entry))]

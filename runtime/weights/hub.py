@@ -104,7 +104,7 @@ ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def weight_files(folder: Path) -> list[Path] | None:
-    """Return the weight files of the model stored in a folder, including adapters; None if any are missing."""
+    """Return the weight files of the model stored in a folder, including adapters; None if no set is complete."""
     files = next(_complete(folder), None)
     return files and files + [folder / name for name in ADAPTERS if (folder / name).is_file()]
 

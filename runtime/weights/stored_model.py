@@ -155,6 +155,6 @@ def source_for_transformers(config: ModelConfig, settings: Any, quantized: Path 
 
 
 def _bars_on_terminals() -> AbstractContextManager[Any]:
-    """Return a context that hides transformers' bar, which ignores the library's setting, if stderr is no terminal."""
+    """Return a context manager that hides transformers' bar, which no setting hides, if stderr isn't a terminal."""
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
     return nullcontext() if is_terminal else redirect_stderr(StringIO())

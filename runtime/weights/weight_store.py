@@ -1,9 +1,9 @@
 """The store of a model's weights: for each parameter, where its pieces lie in files and how they are put together.
 
 A weight is copied into memory when it is read, in the order in which the model needs its rows, and no file stays open
-or mapped. An answer therefore never depends on a file that is replaced, truncated or deleted meanwhile. Blocks and
-16-bit numbers stay as they are stored, so that a model needs as much memory as its files have bytes. Only the blocks
-of a model that is larger than the free memory, or whose blocks are copied for int8 matmuls, stay in the mapped file.
+or mapped. An answer therefore doesn't depend on a file that is replaced, truncated or deleted meanwhile. Exceptions
+are the blocks of a model that is larger than the free memory or uses int8 matmuls, which stay in the mapped file.
+Blocks and 16-bit numbers stay as they are stored, so that a model needs as much memory as its files have bytes.
 """
 
 from __future__ import annotations

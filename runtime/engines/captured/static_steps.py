@@ -201,7 +201,7 @@ class StaticSteps:
 
 
 class _Buffers:
-    """Input and output buffers at fixed addresses, for steps over up to ``rows`` rows of all slots."""
+    """Input and output buffers at fixed addresses, for steps of up to ``rows`` rows in all slots together."""
 
     def __init__(self, device: torch.device, rows: int) -> None:
         self.rows = rows
@@ -232,7 +232,7 @@ class _Buffers:
             self._hidden[:rows].copy_(hidden.flatten(0, 1))
 
     def rank(self, rows: int) -> None:
-        """Rank ``MAX_RANKED`` tokens in each of the first rows, so that one captured function serves all options."""
+        """Rank ``MAX_RANKED`` tokens in each of the first ``rows`` rows: one captured function serves all options."""
         assert self._logits is not None
         best = self._logits[:rows].topk(min(MAX_RANKED, self._logits.shape[1]))
         tokens, scores = rankings_in(self._outcome.device[2 * rows :], rows, best.indices.shape[1])

@@ -453,7 +453,7 @@ def compute_layers(pass_record: Record, layers: Record, hidden: int, scratch: in
 def compile_layers() -> None:
     """Compile everything in this module now, so that the first pass doesn't have to.
 
-    What only models with experts or recurrent layers need is compiled when their records are filled in.
+    What only models with experts, latent attention or mixers need is compiled when their records are filled in.
     """
     pass_record, layers = zeroed_records(PASS)[0], zeroed_records(LAYER, 0)
     step_function()

@@ -36,7 +36,7 @@ NORM = np.dtype(
     ],
     align=True,
 )
-"""The norm of hidden states or heads."""
+"""A norm of hidden states, heads or latent vectors."""
 ADDED_MIXTURE = np.dtype(
     [
         # Addresses of norm weights.

@@ -97,9 +97,9 @@ def delta_rule_kernel(
 ):  # fmt: skip
     """Compute the gated delta rule for ``BLOCK`` value columns of one head, over all rows of a slot's tree.
 
-    A row writes the difference between its value and what the state before it holds for its key. Rows are solved in
-    order, because a row's state holds what its ancestors wrote. What the state gets from a row is kept: its normalized
-    key in ``left``, what it writes in ``right``, and the logarithm of the decay in ``totals``.
+    A row writes the difference between its value and what the state before it holds for its key, times its strength.
+    Rows are solved in order, because a row's state holds what its ancestors wrote. What the state gets from a row is
+    kept: its normalized key in ``left``, what it writes in ``right``, and the logarithm of the decay in ``totals``.
     """
     head, slot, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(0)
@@ -241,7 +241,7 @@ def write_columns_kernel(
     columns, state, slot, count, low, high, slots, rows, width, state_stride,
     BEFORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the columns that a convolution keeps after a path of ``count`` rows to a layer's ``state``.
+    """Write to a layer's ``state`` the columns that a convolution keeps after a path of ``count`` rows.
 
     ``columns`` has ``BEFORE`` columns of the state before the tree for each slot, and one for each row of the tree.
     """
@@ -261,7 +261,7 @@ def write_updates_kernel(
     left, right, totals, state, slot, count, low, high, slots, rows, groups, state_stride,
     WIDTH: tl.constexpr, LOADED: tl.constexpr, DECAYS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the updates of a path of ``count`` rows to ``BLOCK`` columns of a head's state, in place.
+    """Decay ``BLOCK`` columns of a head's state and add the updates of a path of ``count`` rows, in place.
 
     Each update decays until the path's last row, by one factor for each head or, if ``DECAYS`` isn't 1, for each row of
     the state.

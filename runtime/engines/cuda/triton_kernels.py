@@ -361,7 +361,7 @@ def merge_kernel(
     parts, levels, sinks, mixed, stride, heads,
     SPLITS: tl.constexpr, SINKS: tl.constexpr, WIDTH: tl.constexpr, LOADED: tl.constexpr,
 ):  # fmt: skip
-    """Average all splits' outputs for one token and head, by their sums of softmax weights; sinks add to the total."""
+    """Average the splits' outputs for a token and head, weighted by sums of softmax weights; sinks add to the total."""
     at = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     level = tl.load(levels + split * stride + at)

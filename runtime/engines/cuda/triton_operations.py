@@ -309,7 +309,7 @@ def _weights_of(norm: Norm | None) -> tuple[torch.Tensor | None, torch.Tensor | 
 
 
 def splits_of(wanted: int, slots: int, size: int) -> int:
-    """Return into how many splits the keys of one slot may be divided, so that all multiprocessors are busy.
+    """Return the maximum number of splits of one slot's keys, chosen so that all multiprocessors are busy.
 
     ``wanted`` splits of all slots together are enough for that, but a slot with a long context beside short ones may
     need most of them. ``size`` is the number of bytes that one split of all slots takes up.

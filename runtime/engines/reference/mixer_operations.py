@@ -63,7 +63,7 @@ class MixerOperations:
     def scan(
         self, parts: MixerParts[Any], convolved: torch.Tensor, step: torch.Tensor, states: MixerStates
     ) -> torch.Tensor:
-        """Return a Mamba-2 scan's output for convolved values, keys and queries, and time steps; keep the updates."""
+        """Return a Mamba-2 scan's output for convolved values, keys and queries; ``states`` keeps updates."""
         keys, values = parts.key_heads * parts.key_width, parts.heads * parts.value_width
         value, key, query = convolved.split([values, keys, keys], -1)
         parameters = parts.parameters

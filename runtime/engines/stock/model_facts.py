@@ -19,7 +19,7 @@ class ModelFacts:
     """What checks have established about one model."""
 
     shapes: tuple[LayerShape, ...] = ()
-    """Shapes of each layer's keys and values; empty for a model that cannot verify trees."""
+    """Shapes of the keys and values that each layer caches; empty for a model that cannot verify trees."""
     state_shapes: tuple[StateShape, ...] = ()
     """Shapes of the recurrent layers' states."""
     recurrent: RecurrentLayers | None = None
