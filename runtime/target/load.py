@@ -100,7 +100,7 @@ _TARGETS: WeakValueDictionary[int, Target] = WeakValueDictionary()
 
 
 def target_of_loaded(model: PreTrainedModel) -> Target | None:
-    """Return another target for a model that ``load`` has loaded; both compute the same way.
+    """Return a second target for a model that ``load`` has loaded; it computes as the first one does.
 
     Return None if the model would have to be checked again, as after a change, or if its first target is gone.
     """
