@@ -66,7 +66,7 @@ class AnswerPlan:
         owner: str = "",
         observer: Observer | None = None,
     ) -> Request[Key]:
-        """Return the request for the answer; its trees follow the grammar and have at most ``draft_tokens`` nodes."""
+        """Return the request for the answer; see ``guided_drafter`` for ``draft_tokens``."""
         guided = guided_drafter(drafter, self.guide, draft_tokens)
         limit = self.max_new_tokens
         return Request(key, self.prompt, self.sampler, guided, self.stops, prediction, limit, owner, observer)
@@ -180,7 +180,7 @@ def compiler_for(loaded: Loaded) -> GrammarCompiler:
 def generate_options(
     config: SamplingConfig, settings: GenerationConfig, ends: frozenset[int], max_new_tokens: int
 ) -> dict[str, Any]:
-    """Return the arguments with which ``generate`` draws tokens from the same distribution as hdtool."""
+    """Return the arguments with which ``generate`` is as greedy as hdtool, or draws from the same distribution."""
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": not config.is_greedy}
     if ends:
         options["eos_token_id"] = sorted(ends)

@@ -42,7 +42,7 @@ class Answerer:
         *,
         new_observer: Callable[[], Observer] | None = None,
     ) -> None:
-        """``new_observer`` makes an observer of each answer's request."""
+        """``new_observer`` makes the observer of each request; it is called once per answer."""
         check_decoding(decoding)
         compile_ahead(model, decoding.method)
         self.loaded = load(model)

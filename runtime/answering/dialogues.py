@@ -27,7 +27,7 @@ class Dialogue:
         """Predicted text of the next answer; empty if there is none."""
         self.answers: list[Answer] = []
         self.error: PromptError | None = None
-        """Why the next turn cannot be answered."""
+        """Why the next turn cannot be answered; None if it can."""
         self._later = iter(prompt.later_turns)
 
     def add_answer(self, text: str) -> bool:

@@ -15,7 +15,7 @@ from hdtool.runtime.kernels.compiled import Ints
 MIN_FLOOR = 0.02
 """Lower bound on the minimum probability: less probable drafts cost more to find than they save."""
 NO_DRAFT_ABOVE = 0.9
-"""Minimum probability above which nothing is drafted."""
+"""Minimum probability from which on nothing is drafted."""
 PRIOR_TOKENS, PRIOR_TOKENS_ON_CPU = 256.0, 32.0
 """Prior number of tokens at which a pass takes twice as long as with one token, on a GPU and on a CPU.
 

@@ -18,12 +18,12 @@ SPLITMIX_STRIDE = U64(0x9E3779B97F4A7C15)
 
 
 class ExponentialRace:
-    """Samples tokens by an exponential race, with uniform random numbers that depend on seed, position and token.
+    """The random numbers of an exponential race between tokens, which depend only on seed, position and token.
 
-    This is the Gumbel-max trick: each token gets an exponential time with its probability as the rate, and the smallest
-    time wins, so each token wins with its probability. Rounding changes the result only if two times are nearly equal.
-    Inverse-CDF sampling with one number per position is less robust: rounding matters near every boundary in the
-    cumulative distribution.
+    The race is the Gumbel-max trick: each token gets an exponential time with its probability as the rate, and the
+    smallest time wins, so each token wins with its probability. Rounding changes the result only if two times are
+    nearly equal. Inverse-CDF sampling with one number per position is less robust: rounding matters near every boundary
+    in the cumulative distribution.
     """
 
     def __init__(self, seed: int) -> None:

@@ -87,7 +87,10 @@ class PrefixCache:
             cache.copy(slot, to=place)
 
     def _save(self, cache: AnyCache, slot: int) -> bool:
-        """Copy a slot; drop copies of its prefixes, then the oldest over the limit. Return False if it does not fit."""
+        """Copy a slot to new memory, dropping copies of its prefixes and the least recently used ones over the limit.
+
+        Return False, and drop nothing, if the copy does not fit.
+        """
         if not self._max_bytes:
             return False
         try:

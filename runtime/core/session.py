@@ -84,6 +84,7 @@ class Session(Generic[Key]):
     ) -> Generator[tuple[Request[Key], Step]]:
         """Yield each step with its request until no request is left; raise the error of a request that fails.
 
+        An error ends all other answers, too, and so does closing the iterator.
         ``next_request`` is called whenever a slot is free, and the request it returns, if any, is submitted.
         """
         try:
@@ -102,8 +103,8 @@ class Session(Generic[Key]):
     def advance(self) -> list[Outcome[Key]]:
         """Run or finish one step of all running answers, or prefill a prompt or a piece of it; return the outcomes.
 
-        Raise ModelError if another thread uses the engine, which is locked meanwhile, or if another session has begun
-        to use the cache while answers of this one were running.
+        The engine is locked during the call. Raise ModelError if another thread holds its lock, or if another session
+        has begun to use the cache while answers of this one were running.
         """
         if not self._engine.busy.acquire(blocking=False):
             raise ModelError("two threads use one model at once: let them take turns, or load the model for each")

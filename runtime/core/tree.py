@@ -18,7 +18,7 @@ ROOT = -1
 UNDETERMINED = -1
 """Value in ``DraftTree.forced_tokens`` where more than one token may follow."""
 LARGEST_TREE = LARGEST_BUDGET
-"""Maximum number of nodes that a target verifies in one pass."""
+"""Maximum number of nodes in a tree that a target verifies; a pass over a batch verifies several trees."""
 
 
 @dataclass(eq=False)

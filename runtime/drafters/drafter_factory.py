@@ -46,14 +46,14 @@ DrafterFactory = Callable[[DecodeConfig, StoreSet, BudgetFactory, Target | None]
 
 
 def compile_ahead(model: ModelConfig, *methods: str) -> None:
-    """Start compiling what this model and these methods need in another process, unless it has been compiled."""
+    """Start to compile, in another process, what a model and drafting methods need, unless it has been compiled."""
     on_cpu = model.fused_layers and pick_device(model.device).type == "cpu"
     drafts = not {*HIERARCHIES}.isdisjoint(methods)
     start_compiling(*[PASSES] * on_cpu, *[DRAFTER] * drafts)
 
 
 def compile_hierarchy() -> None:
-    """Compile ``hd``, or load its code; numba keeps the code for later processes."""
+    """Compile the code of method ``hd``, or load it; numba keeps the code for later processes."""
     curve = CostCurve.parse("0:1,1:2")
     drafter_with_budget(lambda: CostBudget(curve), DecodeConfig("hd"), StoreSet(history=History()))
 
@@ -112,8 +112,8 @@ def drafter_with_budget(
 ) -> Drafter:
     """Return a drafter for ``config.method``; ``budget`` is called only if the method takes a budget.
 
-    Without a target, nothing is drafted from hidden states or logits. Drafters compile their code when they are
-    created, so that no answer waits for it.
+    Only a method with a trained drafter needs a ``target``. Drafters compile their code when they are created, so that
+    no answer waits for it.
     """
     compile_trees()
     compile_walks()

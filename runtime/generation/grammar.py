@@ -201,12 +201,12 @@ class GrammarCompiler:
             raise PromptError(f"grammars need a tokenizer of the library tokenizers ({error})") from None
 
     def guide(self, grammar: Grammar) -> Guide:
-        """Return a guide for an answer, from a cache of compiled grammars; raise PromptError for an unusable one."""
+        """Return a guide for an answer; raise PromptError for an unusable grammar. Compiled grammars are cached."""
         with self._lock:  # a server prepares several requests at once
             return Guide(self._compiled(grammar).deep_copy(), self._tokenizer)
 
     def guide_for(self, grammar: Grammar | None) -> Guide | None:
-        """Return the initial state of an answer that must match the grammar, if there is one."""
+        """Return a guide for an answer that must match ``grammar``; None without a grammar."""
         return self.guide(grammar) if grammar else None
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
@@ -284,7 +284,7 @@ class GrammarProcessor(LogitsProcessor):
 def guided_drafter(drafter: Drafter, guide: Guide | None, draft_tokens: int | None = None) -> Drafter:
     """Return a drafter whose trees follow a grammar, or ``drafter`` itself in plain decoding or without a grammar.
 
-    ``draft_tokens`` is the maximum number of nodes per tree.
+    Forced tokens are added to a tree until it has ``draft_tokens`` nodes, by default ``LARGEST_TREE``.
     """
     if guide is None or isinstance(drafter, NoDraft) or draft_tokens == 0:
         return drafter

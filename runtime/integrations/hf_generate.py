@@ -162,7 +162,7 @@ class Generator:
     ) -> Generator:
         """Make a generator that drafts from the model's stores, as ``hdtool generate`` does.
 
-        Raise an error at once for named stores that cannot be used; default stores are opened by the first call.
+        Raise StoreError at once for named stores that cannot be used; default stores are opened by the first call.
         """
         config = decoding or DecodeConfig()
         # Raises errors of named stores here, and not in the first call.
@@ -202,9 +202,10 @@ class Generator:
         ``seed``, ``prediction``, ``grammar`` and ``stop_strings`` are arguments of that call. transformers does not
         pass on the call's ``tokenizer``, so a grammar and stop strings need a generator that was made with one.
 
-        ``prediction`` holds token ids that the answer will probably contain: the drafter drafts from them, and the
-        model never reads them. The whole answer matches the ``grammar``, unless it ends at ``max_new_tokens``. In a
-        batch, each row may have its own prediction, and processors and criteria are called with one row at a time.
+        ``prediction`` holds token ids that the answer will probably contain: the drafter drafts from them, and they
+        are not part of the context. The whole answer matches the ``grammar``, unless it reaches ``max_new_tokens`` or
+        fills the context. In a batch, each row may have its own prediction, and processors and criteria are called
+        with one row at a time.
         """
         refuse_by_configuration(model.config)
         requests = GenerateRequest.rows_of(
@@ -246,7 +247,7 @@ class Generator:
         return _output(input_ids, rows, _padding_token(generation_config))
 
     def _steps(self, model: PreTrainedModel, rows: Sequence[_Row]) -> Iterator[tuple[_Row, Step]]:
-        """Generate all answers, and yield each step with its row. Raises OptionError for an unusable prediction."""
+        """Generate all answers, and yield each step with its row. Raise OptionError for an unusable prediction."""
         target = self._target_for(model)
         if len(rows) not in self._drafters:
             self._drafters[len(rows)] = self._make(target, len(rows))

@@ -160,7 +160,7 @@ class AsyncHdtoolModel(llm.AsyncModel):  # type: ignore[misc]  # llm is not inst
 
 
 def _conversation(prompt: Any) -> Prompt:
-    """Return the text of ``llm``'s prompt and of the conversation before it; raise PromptError if there is none."""
+    """Return the text of ``llm``'s prompt and of the conversation before it; raise PromptError if there is no text."""
     messages: list[Message] = [
         {"role": message.role, "content": text}
         for message in prompt.messages
@@ -252,7 +252,7 @@ def _errors_for_click() -> Iterator[None]:
 
 
 def _added() -> dict[str, str]:
-    """Return the places of the models that the user added, by name. Raises ModelError if their file is damaged."""
+    """Return the places of the models that the user added, by name. Raise ModelError if their file is damaged."""
     file = _models_file()
     return json_object(file.path) if file.exists() else {}
 

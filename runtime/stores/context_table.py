@@ -43,6 +43,7 @@ class ContextTable:
         self.reset()
 
     def __len__(self) -> int:
+        """Return the number of tokens ever added, including those that were overwritten."""
         return int(self.memory["end"][0])
 
     @property
@@ -55,7 +56,7 @@ class ContextTable:
     def read(self, prompt: Sequence[int] | Ints) -> int:
         """Make ``prompt`` the content of the table, and return how many tokens were appended.
 
-        If the prompt starts with the current content, as at a conversation's next turn, the table is only extended;
+        If the prompt starts with the tokens added so far, as at a conversation's next turn, the table is only extended;
         otherwise it is rebuilt.
         """
         tokens = np.asarray(prompt, np.int64)
@@ -72,7 +73,7 @@ class ContextTable:
 
 @compiled
 def holds(table: Any, tokens: Ints) -> bool:
-    """Return True if ``tokens`` start with the content of the table."""
+    """Return True if ``tokens`` start with those added to the table; tokens that were overwritten are not compared."""
     if table.end > len(tokens):
         return False
     position = max(np.int64(0), table.end - CONTEXT_WINDOW)

@@ -41,7 +41,7 @@ CONTINUATION_DEPTH = 10
 MATCH_SAMPLES = 128
 NODE_TOKEN, NODE_PARENT, NODE_COUNT = range(3)
 SCORE_UNIT = 1 << 16
-"""Larger than the number of places in a tree: the first continuation of a node, and its depth."""
+"""Upper bound on a node's place: its depth, plus the maximum depth times the index of its first continuation."""
 INT64 = np.dtype(np.int64)  # NumPy handles a dtype four times as fast as a class
 
 
@@ -49,9 +49,9 @@ class Continuations(NamedTuple):
     """Tree of the tokens that follow a context's longest suffix found in the corpus, most frequent first."""
 
     matched: int
-    """Length of the suffix in tokens."""
+    """Length of the matched suffix in tokens."""
     num_matches: int
-    """Number of occurrences of the suffix."""
+    """Number of occurrences of the matched suffix."""
     tokens: Ints
     """Token of each node."""
     parents: Ints
@@ -99,7 +99,7 @@ class CorpusIndex(BuiltStore):
             raise StoreError(f"{self.folder} is damaged (its shards do not fit its files): build it again")
 
     def after(self, context: Sequence[int] | Ints, max_nodes: int = LARGEST_TREE) -> Continuations:
-        """Return continuations of the longest suffix of the last ``MAX_CONTEXT_TOKENS`` tokens found in the corpus."""
+        """Return continuations of the context's longest suffix in the corpus, up to ``MAX_CONTEXT_TOKENS`` tokens long."""
         tail = np.asarray(context[-MAX_CONTEXT_TOKENS:], INT64)
         matched, num_matches, nodes = lookup(self.tokens, self.addresses, tail, self.end, max_nodes)
         return Continuations(matched, num_matches, *nodes)

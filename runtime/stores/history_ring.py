@@ -59,7 +59,7 @@ from hdtool.runtime.stores.token_log import (
 POSITIONS_PER_CHAIN = 2
 """Average number of positions per chain in a full ring, so that a position takes 10 bytes, chains included."""
 CHAINS_HEADER_BYTES = 64
-"""Size of the header before the chains. It holds an int64: the end of positions that may have been written."""
+"""Size of the header before the chains. It holds, as an int64, the end of the positions that may have been written."""
 ALLOCATION_POSITIONS = 1 << 16
 """Number of positions whose disk space is allocated at once; writing to a mapped page without space kills a process."""
 ZERO_BLOCK = 1 << 20

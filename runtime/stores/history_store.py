@@ -91,7 +91,7 @@ class HistoryStore(Uncopyable):
     ) -> HistoryStore:
         """Open a model's store in a folder; create the store if it is missing, unless ``read_only``.
 
-        Raises StoreError if the folder's store belongs to another model or tokenizer.
+        Raise StoreError if the folder's store belongs to another model or tokenizer.
         """
         folder = Path(folder).expanduser()
         if not read_only:

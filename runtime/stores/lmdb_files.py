@@ -71,9 +71,9 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 def damage_of(path: Path, number: int) -> str:
-    """Describe the damage to an LMDB file's snapshot of transaction ``number``; the result is empty if there is none.
+    """Return a description of the damage to an LMDB file's snapshot of transaction ``number``; empty if there is none.
 
-    The caller must hold a read transaction of the snapshot, so that its pages aren't reused. Raises StoreError if the
+    The caller must hold a read transaction of the snapshot, so that its pages aren't reused. Raise StoreError if the
     file cannot be read, for example because its store was replaced meanwhile.
     """
     with os_errors_as(StoreError, f"{path} cannot be read", "run the command again"), open(path, "rb") as stream:

@@ -98,7 +98,7 @@ class ModelRecord:
     def of(cls, folder: Path, manifest: Manifest) -> ModelRecord:
         """Return the opened record of a store.
 
-        Raises StoreError if the record's checksum is wrong or one of its pages is damaged, because LMDB may crash on
+        Raise StoreError if the record's checksum is wrong or one of its pages is damaged, because LMDB may crash on
         such a file. The checksum alone isn't enough: a crafted file can come with a matching one.
         """
         file = manifest.files[RECORD_PART]

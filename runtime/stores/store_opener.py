@@ -35,7 +35,7 @@ class StoreOpener:
     """Computes the fingerprint of weights in memory, which identifies a model without a checkpoint."""
 
     def check_named(self, databases: str) -> None:
-        """Raise an error if a store that the configuration names cannot be used."""
+        """Raise StoreError if a store that the configuration names cannot be used."""
         named = StoresConfig(self.config.model_db or NO_STORE, self.config.corpus_db or NO_STORE)
         StoreSet.for_tokenizer(self.tokenizer, named, databases)
 

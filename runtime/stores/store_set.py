@@ -79,7 +79,7 @@ class StoreSet:
         """Open the stores that ``config`` names, else those that ``model_store_for`` and ``corpus_index_for`` find.
 
         Print a note if a model store belongs to another model than ``model``. With ``identified``, the fingerprint of
-        the tokenizer is computed even if no store is opened. Raises StoreError if a store has another tokenizer.
+        the tokenizer is computed even if no store is opened. Raise StoreError if a store has another tokenizer.
         """
         model_db = config.model_db if "M" in databases else NO_STORE
         corpus_db = config.corpus_db if "S" in databases else NO_STORE

@@ -223,7 +223,7 @@ def _prefetch_texts(shards: Shards, shard: int, low: Int, high: Int, stride: int
 def _order(shards: Shards, shard: int, suffix: Int, tail: Ints, length: int) -> int:
     """Compare a suffix with the last ``length`` tokens, assuming that both start with the same token.
 
-    Returns -1 if the suffix sorts before them, 0 if it starts with them, and 1 if it sorts after them.
+    Return -1 if the suffix sorts before them, 0 if it starts with them, and 1 if it sorts after them.
     """
     position = np.int64(shards.suffixes[shards.extents[shard, SUFFIX] + suffix])
     start, first = shards.extents[shard, TOKEN] + position, len(tail) - length

@@ -1,5 +1,4 @@
-"""Trained drafting heads: Amphista (Li et al., 2024), Medusa (a special case of it), Hydra, and a layer for multi-token
-prediction (MTP).
+"""Trained drafting heads: Amphista, Medusa (a special case of it), Hydra, and multi-token-prediction (MTP) layers.
 
 Imports what `runtime/drafters` may import, and of other drafters only `trained`.
 """

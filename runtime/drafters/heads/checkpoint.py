@@ -45,7 +45,7 @@ ARCHITECTURES: Mapping[str, Callable[[HeadsShape, HeadsConfig], Heads]] = {
 }
 """The class that implements each kind of heads."""
 EXACT_SVD_WIDTH = 1024
-"""Largest width of a matrix that is decomposed by an exact SVD, which takes minutes for larger matrices."""
+"""Smaller dimension up to which matrices get an exact SVD for any rank; it takes minutes for larger matrices."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,10 @@ def output_files(folder: Path) -> tuple[OutputFile, OutputFile]:
 
 
 def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
-    """Load heads from a folder onto the model's device; raise HeadsError if damaged or trained on another model."""
+    """Load heads from a folder onto the model's device.
+
+    Raise HeadsError if they are missing or damaged, or were trained on another model.
+    """
     from safetensors.torch import load_file
 
     settings = read_settings(folder)
@@ -162,9 +165,10 @@ def new_heads(
     config: HeadsConfig,
     token_ids: npt.NDArray[np.int64] | None = None,
 ) -> Heads:
-    """Return untrained heads, initialized to give the target's own next-token logits.
+    """Return untrained heads, initialized to give the target's next-token logits (approximately if low-rank).
 
-    ``token_ids`` are the target's ids of the draft vocabulary, if ``config`` has one.
+    ``token_ids`` are the target's ids of the draft vocabulary, if ``config`` has one. Raise FamilyError for a model
+    without an output layer.
     """
     settings = model.config.get_text_config(decoder=True)
     target_heads = int(getattr(settings, "num_attention_heads", 1))
@@ -277,7 +281,7 @@ def heads_for(method: str, folders: Sequence[str], model: PreTrainedModel) -> Sa
 
 
 def methods_with_heads(folders: Sequence[str], model: PreTrainedModel) -> set[str]:
-    """Return the methods that can use the heads in ``folders`` or, without ``folders``, those of the demo."""
+    """Return the methods that can use the heads in ``folders`` or, without ``folders``, the demo's for ``model``."""
     kinds = {kind_of(place) for place in _heads_folders(folders, model)}
     return {method for method in TAKE_HEADS if kinds & set(kinds_for(method))}
 

@@ -64,7 +64,7 @@ PRIOR_RATE = 0.6
 
 
 def chain_of(root: int, tokens: Ints) -> DraftTree:
-    """Return a chain of tokens from the conversation."""
+    """Return a tree that is a chain of ``tokens``, which come from the conversation."""
     return DraftTree.of(root, tokens, range(ROOT, len(tokens) + ROOT), SourceId.CONTEXT)
 
 

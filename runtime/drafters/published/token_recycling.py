@@ -63,7 +63,7 @@ RANK_PRIOR_RATES = (0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
 
 
 class RecyclingDrafter(KindsDrafter):
-    """Drafts from the target's earlier rankings, kept between conversations unless ``remembers`` is False."""
+    """Base class of drafters that keep the target's rankings, between conversations, too, if ``remembers`` is True."""
 
     max_ranked = RECYCLED_PER_TOKEN
 

@@ -18,7 +18,7 @@ from hdtool.runtime.settings.draft_sources import SourceId
 
 
 class BlockDrafter(TrainedProposer):
-    """Drafts several tokens in one pass, which makes a fixed number of rankings."""
+    """Drafts several tokens from the rankings that one run of a module makes."""
 
     starts_before_learning = True
 
@@ -32,7 +32,7 @@ class BlockDrafter(TrainedProposer):
         gate: TrainedDrafterGate | None = None,
         arrange: Callable[[Array, Array], Proposal] = Proposal.in_parallel,
     ) -> None:
-        """``arrange`` makes a proposal of the module's rankings."""
+        """``arrange`` makes a proposal from the module's rankings, given as ``(tokens, probs)``."""
         super().__init__(module, calibration, columns, source, gate)
         self._arrange = arrange
         self._results: Callable[[], Ranked]

@@ -89,7 +89,10 @@ class DFlashModel:
 
 
 def load_dflash(published: PublishedDrafter, target: Target) -> DFlashModel:
-    """Load a drafter; raise HeadsError if damaged or unfit for the target, FamilyError if transformers is too old."""
+    """Load a drafter.
+
+    Raise HeadsError if it is damaged or unfit for the target, and FamilyError if transformers is too old.
+    """
     try:
         from transformers import CONFIG_MAPPING, MuseGlimmerAssistantModel
     except ImportError:

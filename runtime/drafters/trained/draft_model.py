@@ -37,8 +37,8 @@ def draft_model_drafter(
 ) -> TrainedProposer:
     """Return a drafter for the small model called ``name``.
 
-    Raise ModelError if the model's tokenizer differs from ``tokenizer``, which is the target's, and FamilyError if the
-    model cannot verify trees.
+    Raise ModelError if its tokenizer differs from ``tokenizer``, the target's, which is not compared if None. Raise
+    FamilyError if the small model cannot verify trees.
     """
     model = loaded_once(target, name, lambda: _loaded(name, target, tokenizer))
     module = DraftModel(model, target.vocabulary)

@@ -24,7 +24,7 @@ class DraftModule:
     passes = 0
     """Maximum number of passes of a draft after the first, which reads the accepted tokens."""
     depth = 0
-    """Number of these passes that are made, on the device, in the run that reads accepted tokens."""
+    """Number of a draft's passes after the first that the run that reads accepted tokens also makes, on the device."""
     paths_per_pass = ROWS_PER_PASS
     """Maximum number of paths that one pass extends."""
     relative_cost = 0.0
@@ -62,4 +62,4 @@ class DraftModule:
         self.depth = depth
 
     def follow(self, verified: Verified) -> None:
-        """Learn which pass of the target a step has made."""
+        """Note the result of the target's pass of a step; by default, it is ignored."""

@@ -49,7 +49,7 @@ class ReadingPasses(DraftModule):
         best: int = TOKENS_PER_RANKING,
         drafted: int = 0,
     ) -> None:
-        """``hidden`` is like the hidden states to read, ``[..., width]``.
+        """``hidden`` has the dtype, device and width of the hidden states to read, ``[..., width]``.
 
         ``windows`` are those of the layers, ``rankings`` is the number of rankings that a pass makes, ``best`` their
         length, and ``drafted`` the maximum number of positions that drafted tokens take in the cache.

@@ -87,7 +87,10 @@ class Eagle3(nn.Module):
     """An EAGLE-3 drafter; it uses the target's token embeddings if the checkpoint has none."""
 
     def __init__(self, settings: dict[str, Any], embedding: int, target_width: int) -> None:
-        """``settings`` are those of the checkpoint; ``embedding`` is the width of token embeddings."""
+        """``settings`` are those of the checkpoint; ``embedding`` is the width of the target's token embeddings.
+
+        ``target_width`` is that of the target's hidden states.
+        """
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -28,7 +28,7 @@ EXPECTED_TOKENS = 2.0
 
 
 def rankings_for(depth: int) -> int:
-    """Return the number of rankings in a tree: one after the root, and several at each further depth."""
+    """Return the number of rankings in a tree: one after the root, and ``ROWS_PER_PASS`` at each further depth."""
     return 1 + ROWS_PER_PASS * depth
 
 
@@ -58,7 +58,7 @@ def rank_best_paths(first: TopTokens, depth: int, extend: Extend) -> TopTokens:
 
 
 class PathsInOneRun(BlockDrafter):
-    """Reads accepted tokens and extends paths in one run of a module; deeper where steps accept more tokens."""
+    """Reads accepted tokens and extends paths in one run of a module; drafts are deeper if steps accept more tokens."""
 
     _accepted_per_step = EXPECTED_TOKENS
     """Average number of tokens that a step accepts."""

@@ -264,7 +264,7 @@ def _tool_choice(choice: ToolChoiceField) -> Any:
 
 
 class MessagesFormat(Format):
-    """Formats an answer as a message or as the events that stream it."""
+    """Formats an answer as a message of Anthropic's API, or as the events that stream the message."""
 
     def __init__(self, model: str, *, shows_thinking: bool) -> None:
         self._shows_thinking = shows_thinking
@@ -310,7 +310,7 @@ def too_long(error: ContextError) -> str:
 
 
 def error_body(error: RequestError) -> JsonDict:
-    """Return the body of an error response."""
+    """Return the body of an error response in the form of Anthropic's API."""
     kind = ERROR_TYPES.get(error.status, INVALID if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 

@@ -56,7 +56,7 @@ class Metrics:
             self._whole.observe(waited)
 
     def drafts(self, source: str, drafted: int, accepted: int) -> None:
-        """Count the draft tokens of an answer that has ended."""
+        """Count the draft tokens of a source in the answers to a request that has ended."""
         self._drafted.labels(source).inc(drafted)
         self._accepted.labels(source).inc(accepted)
 

@@ -239,7 +239,7 @@ class ToolChoice:
 
     tools: tuple[dict[str, Any], ...] = ()
     required: tuple[dict[str, Any], ...] = ()
-    """Tools of which the model must call one; empty if it decides whether to call a function."""
+    """Tools of which the model must call one; empty if the model decides whether to call a tool."""
     max_calls: int | None = None
     """Maximum number of calls in one answer; None for no limit."""
     is_generic: bool = False

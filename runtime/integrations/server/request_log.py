@@ -36,7 +36,7 @@ class LogEntry:
 
 
 class RequestLog:
-    """ASGI middleware that gives each request a ``LogEntry`` and, if ``shown``, prints it, unless it is a poll."""
+    """ASGI middleware that gives each request a ``LogEntry`` and, if ``shown``, prints all but successful polls."""
 
     def __init__(self, app: ASGIApp, *, shown: bool, form: str) -> None:
         self._app, self._shown, self._form = app, shown, form

@@ -276,7 +276,7 @@ def _response_format(form: TextFormat | None) -> JsonDict | None:
 
 
 class ResponsesFormat(Format):
-    """Formats an answer as a response or as the events that stream it."""
+    """Formats an answer as a response of the Responses API, or as the events that stream the response."""
 
     def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, body: ResponsesRequest) -> None:
         self._tokenizer, self._tools = tokenizer, body.offered

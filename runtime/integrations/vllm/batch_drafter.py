@@ -30,9 +30,9 @@ NO_TABLE = -1
 def match_rows(tables: Ints, rows_of: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chosen: Ints) -> int:
     """Choose a context table for each ``wanted`` row of ``contexts``; return the number of rows that matched a table.
 
-    Indexes of tables are written to ``chosen``. ``rows_of`` holds the row for which each table was last chosen, and is
-    updated in place. A table is free if its tokens are not a prefix of any row. A row without a match gets a free
-    table, which is cleared, or ``NO_TABLE`` if no free table is left.
+    Indices of tables are written to ``chosen``. ``rows_of`` holds the row for which each table was last chosen, and is
+    updated in place. A table that no row matched is free. A row without a match gets a free table, which is cleared, or
+    ``NO_TABLE`` if no free table is left.
     """
     last = np.full(len(contexts), NO_TABLE, np.int64)
     free = np.ones(len(tables), np.bool_)

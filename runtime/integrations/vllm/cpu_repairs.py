@@ -15,7 +15,7 @@ MENDED = (0, 34)
 
 
 def repair_sampling() -> bool:
-    """Replace both functions in this process, and return True, if this version of vLLM needs it."""
+    """Replace vLLM's two functions in this process; return False, and do nothing, if its version may not need that."""
     import vllm
 
     if vllm.__version_tuple__[:2] >= MENDED:

@@ -30,7 +30,7 @@ of 17 %, and a fifth of the drafts that pay off were not sent.
 FIRST_ANSWER_NUMBER = 1 << 10
 """First number of an answer; lower numbers are reserved for the drafter that the requests share."""
 NEXT_ANSWER, NUM_ENDED = range(2)
-"""Indexes in ``RequestStates.answers``."""
+"""Indices in ``RequestStates.answers``."""
 CONTEXT_NUMBER, HISTORY_NUMBER = SourceId.CONTEXT.value, SourceId.HISTORY.value
 
 
@@ -171,9 +171,9 @@ def draft_rows(
     """Draft a chain for each of the ``rows`` of ``contexts``; ``chosen`` holds the index of each row's request.
 
     ``records_at`` is the address of a hierarchy, and ``sampled`` the number of new tokens in each row. ``limits`` are
-    the maximum context length, the maximum number of draft tokens and the minimum probability. If the probability is
-    above ``NO_DRAFT_ABOVE``, the new tokens are only appended to tables and answers. Chains are written to ``drafts``,
-    and their lengths to ``sizes``.
+    the maximum context length, the maximum number of draft tokens and the minimum probability. If this probability is
+    not below ``NO_DRAFT_ABOVE``, the new tokens are only appended to tables and answers. Chains are written to
+    ``drafts``, and their lengths to ``sizes``.
     """
     max_length, max_drafts, floor = limits
     is_drafting = floor < NO_DRAFT_ABOVE

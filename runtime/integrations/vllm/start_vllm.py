@@ -197,7 +197,10 @@ class Launch:
     """Makes and runs the command that serves one model; checks the stores first, because vLLM starts slowly."""
 
     def __init__(self, model: str, options: Sequence[str], serving: VllmConfig, stores: StoresConfig) -> None:
-        """``options`` are passed on to vLLM, and some are read here. Raises ServeError if a namespace has no stores."""
+        """``options`` are passed on to vLLM, and some are read here.
+
+        Raise OptionError if one of these is invalid, and ServeError if the namespace in ``stores`` has no stores.
+        """
         self._model, self._options, self._serving = model, list(options), serving
         if serving.keeps_history and serving.history != HOME:
             self._serving = replace(serving, history=str(Path(serving.history).expanduser().resolve()))
@@ -242,7 +245,7 @@ class Launch:
 
     @property
     def printable(self) -> tuple[list[str], list[str]]:
-        """``(words, names)``: the command without secrets, and the names of the removed options."""
+        """``(words, names)``: ``command`` without secrets, and the names of the removed options and keys."""
         return without_secrets(self.command)
 
     @property
