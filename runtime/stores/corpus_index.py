@@ -99,7 +99,7 @@ class CorpusIndex(BuiltStore):
             raise StoreError(f"{self.folder} is damaged (its shards do not fit its files): build it again")
 
     def after(self, context: Sequence[int] | Ints, max_nodes: int = LARGEST_TREE) -> Continuations:
-        """Return continuations of the context's longest suffix in the corpus, up to ``MAX_CONTEXT_TOKENS`` tokens long."""
+        """Return continuations of the context's longest suffix of up to ``MAX_CONTEXT_TOKENS`` tokens in the corpus."""
         tail = np.asarray(context[-MAX_CONTEXT_TOKENS:], INT64)
         matched, num_matches, nodes = lookup(self.tokens, self.addresses, tail, self.end, max_nodes)
         return Continuations(matched, num_matches, *nodes)
