@@ -180,7 +180,7 @@ def compiler_for(loaded: Loaded) -> GrammarCompiler:
 def generate_options(
     config: SamplingConfig, settings: GenerationConfig, ends: frozenset[int], max_new_tokens: int
 ) -> dict[str, Any]:
-    """Return the arguments with which ``generate`` is as greedy as hdtool, or draws from the same distribution."""
+    """Return arguments of ``generate`` for greedy decoding, or for sampling from the distribution that hdtool uses."""
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": not config.is_greedy}
     if ends:
         options["eos_token_id"] = sorted(ends)

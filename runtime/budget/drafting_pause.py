@@ -33,7 +33,7 @@ class DraftingPause:
         return self._step() < self.until
 
     def retry_steps(self, plain: float) -> int:
-        """Return the pause in steps of ``plain`` seconds after which a draft takes ``RETRY_SHARE`` of the time."""
+        """Return how many steps of ``plain`` seconds to pause, so that a draft takes ``RETRY_SHARE`` of the time."""
         return int(self.draft_seconds / (RETRY_SHARE * plain))
 
     def learn(self, pays: bool, saved: float, max_steps: int) -> None:

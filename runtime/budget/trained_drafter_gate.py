@@ -21,7 +21,7 @@ MAX_TRIAL_LOSS = 0.01
 HOPELESS_LOSS = 16
 """Lost time after which a trial of the drafter ends early, in durations of a step without the drafter."""
 MIN_TRIAL_STEPS = 2
-"""Minimum number of steps of a trial that ends early; one is too few, because it may read a whole prompt."""
+"""Minimum number of steps of a trial that ends early; one is too few, as a first step may read a whole prompt."""
 MAX_EXPECTED_LOSS = 0.02
 """Largest share of the time since the last trial of the drafter that the next one is expected to lose."""
 EXPECTED_GAIN = 0.5

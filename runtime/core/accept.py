@@ -74,7 +74,7 @@ def accept(
 
 
 def _accept_walk(walk: Walk, tree: DraftTree, sampler: Sampler, stops: Container[int]) -> Accepted | None:
-    """Accept a finished walk's tokens through the first stop token, and note overflows; return None for no tokens."""
+    """Accept a finished walk's tokens up to the first stop token, and note overflows; return None without tokens."""
     tokens, children, finite = walk
     if not finite and not len(tree):
         sampler.note_overflow()

@@ -72,7 +72,7 @@ class Verified:
     """
 
     logits: torch.Tensor
-    """``[rows, vocabulary]``"""
+    """Logits of each row, ``[rows, vocabulary]``."""
     hidden: torch.Tensor | None = None
     """Input of the output layer, ``[rows, width]``; after a prefill, one row per token. None unless it is recorded."""
     walk: Walk | None = None

@@ -56,7 +56,7 @@ class PrefixCache:
         return None if loses_context else found
 
     def to_copy(self, held: Iterable[AnySlot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
-        """Return the longest prefix of a prompt in a slot in use or a copy of a slot; None if too short to copy.
+        """Return a prompt's longest prefix that a slot in use or a copy holds; None if it is too short to copy.
 
         Copies from an earlier ``version`` of the model are dropped, and the copy returned counts as used.
         """

@@ -31,7 +31,7 @@ class Request(Generic[Key]):
     stops: Container[int] = ()
     """Tokens that end this answer; if empty, the stops of the session apply."""
     prediction: Sequence[int] = ()
-    """Tokens that the answer will probably contain; the drafter drafts from them; they are not in the context."""
+    """Tokens that the answer will probably contain: the drafter drafts from them, but the context excludes them."""
     max_new_tokens: int | None = None
     """Maximum number of tokens in this answer; None for the limit of the session."""
     owner: str = ""

@@ -207,7 +207,7 @@ class Sampler:
         return token
 
     def note_overflow(self) -> None:
-        """Record that logits of a pass without drafts are not finite; raise a ``ModelError`` if tokens are sampled."""
+        """Record that logits of a pass without drafts are not finite; raise ModelError if tokens are sampled."""
         self.overflowed = True
         if not self._greedy:
             raise ModelError(NO_NUMBERS)

@@ -16,7 +16,7 @@ from hdtool.runtime.settings.draft_sources import SourceId
 
 
 class Finish(StrEnum):
-    """Why a generation ended."""
+    """Why an answer ended."""
 
     STOP = "stop"
     """The model produced a token that ends the answer."""

@@ -91,7 +91,7 @@ class DraftTree:
         return self.select(np.array(chain, np.int64))
 
     def within(self, depth: int, vocabulary: int) -> DraftTree:
-        """Return the tree without nodes that are deeper than ``depth`` or below a token without an embedding."""
+        """Return the tree without nodes deeper than ``depth``, those of tokens without an embedding, and all below."""
         if fits(self.tokens, self.parents, depth, vocabulary):
             return self
         return self.select(np.flatnonzero(_within(self.tokens, self.parents, depth, vocabulary)))

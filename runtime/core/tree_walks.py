@@ -61,7 +61,7 @@ def walk_ranked(
     ``scores`` holds the highest scores of each row, best first, and ``tokens`` their tokens; the first token is drawn
     at ``position``. The drawn tokens and the nodes that drafted them are written to ``walk_buffer``. The walk ends
     before a row whose highest score is not finite, and before a token that depends on scores that are not given. Return
-    ``(count, finite)``: the number of drawn tokens, and whether all scores that the draws depend on are finite.
+    ``(count, finite)``: the number of drawn tokens, and False if a row that is not finite ended the walk.
     """
     node = ROOT
     for step in range(max_tokens):
@@ -137,7 +137,7 @@ def walk_draws(
     The tokens and the nodes that drafted them are written to ``walk_buffer``. The first token is drawn at ``position``.
     If ``forced_tokens`` holds the only possible token after a row, that token is taken without a draw. The walk ends
     before a row that is not finite and, if a mask applies, before a token that depends on which tokens are forbidden.
-    Return ``(count, finite)``: the number of tokens, and whether all logits that these depend on are finite.
+    Return ``(count, finite)``: the number of tokens, and False if a row that is not finite ended the walk.
     """
     node, among = ROOT, np.empty(0, np.int64)
     for step in range(max_tokens):
@@ -175,8 +175,8 @@ def walk_argmax(
 
     The tokens and the nodes that drafted them are written to ``walk_buffer``. If ``forced_tokens`` holds the only
     possible token after a row, that token is chosen, and only its logit is read. The walk ends before a row that is not
-    finite, unless it is the only row. Return ``(count, finite)``: the number of tokens, and whether all logits that
-    these depend on are finite.
+    finite, unless it is the only row. Return ``(count, finite)``: the number of tokens, and False if the walk met a row
+    that is not finite.
     """
     node = ROOT
     for step in range(max_tokens):

@@ -1,7 +1,8 @@
 """The corpus index: sharded suffix arrays of a tokenized corpus.
 
-A suffix array holds the positions of all tokens, sorted by the text that starts there. All matches of a context are
-adjacent and sorted by continuation, so the tree of continuations with counts is built from ranges of adjacent matches.
+A suffix array holds the positions of all tokens but end tokens, sorted by the text that starts there. All matches of a
+context are adjacent and sorted by continuation, so the tree of continuations with counts is built from ranges of
+adjacent matches.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ INT64 = np.dtype(np.int64)  # NumPy handles a dtype four times as fast as a clas
 
 
 class Continuations(NamedTuple):
-    """Tree of the tokens that follow a context's longest suffix found in the corpus, most frequent first."""
+    """Tree of the tokens that follow the longest suffix of a context in the corpus, most frequent first."""
 
     matched: int
     """Length of the matched suffix in tokens."""

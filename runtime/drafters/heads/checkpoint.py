@@ -45,7 +45,7 @@ ARCHITECTURES: Mapping[str, Callable[[HeadsShape, HeadsConfig], Heads]] = {
 }
 """The class that implements each kind of heads."""
 EXACT_SVD_WIDTH = 1024
-"""Smaller dimension up to which matrices get an exact SVD for any rank; it takes minutes for larger matrices."""
+"""Size of a matrix's smaller dimension up to which the SVD is exact for any rank; larger ones would take minutes."""
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ class Heads(nn.Module):
     def along(
         self, hidden: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
-        """Return the heads' states ``[places, heads, width]`` at places in texts, as if drafts had the text after each.
+        """Return the heads' states ``[places, heads, width]`` at places in texts, with the text after each as a draft.
 
         Place ``i`` is at ``rows[i]`` and ``columns[i]``. ``hidden`` and ``embedded`` are ``[rows, columns, width]``:
         hidden states, and embeddings of the next tokens.

@@ -63,7 +63,7 @@ RANK_PRIOR_RATES = (0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
 
 
 class RecyclingDrafter(KindsDrafter):
-    """Base class of drafters that keep the target's rankings, between conversations, too, if ``remembers`` is True."""
+    """Base class of drafters that recycle the target's rankings; with ``remembers``, across conversations, too."""
 
     max_ranked = RECYCLED_PER_TOKEN
 
@@ -93,7 +93,7 @@ class RecyclingDrafter(KindsDrafter):
 
 
 class TokenRecycling(RecyclingDrafter):
-    """Drafts a static tree of rankings."""
+    """Drafts a static tree of the tokens in recycled rankings."""
 
     def __init__(self, budget: Budget | None = None, *, remembers: bool = True) -> None:
         super().__init__(budget, RANK_PRIOR_RATES, SourceId.RECYCLED, remembers=remembers)

@@ -197,7 +197,7 @@ class DraftPasses(ModulePasses):
         windows: Sequence[AttentionWindow] = (AttentionWindow(FULL),),
         target: Target,
     ) -> None:
-        """``width`` is the width of the module's hidden states; ``best`` ranks the tokens after some of them.
+        """``width`` is the width of the module's hidden states; ``best`` ranks the next tokens, given such states.
 
         ``read_width`` is that of the target's hidden states, or None if it is the same.
         """

@@ -144,7 +144,7 @@ class LibraryMtp:
         return cast(torch.Tensor, states[0])
 
     def best_after(self, hidden: torch.Tensor) -> TopTokens:
-        """Return the best tokens after some states of a layer, and their probabilities."""
+        """Return the best next tokens, given a layer's states, and their probabilities."""
         return topk_tokens(self._layers._project_to_logits(hidden), TOKENS_PER_RANKING)
 
 

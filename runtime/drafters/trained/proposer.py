@@ -21,9 +21,9 @@ serve to estimate what the first trial of a drafter costs."""
 
 
 class TrainedProposer:
-    """A drafter that was trained for its target; it drafts alone or as one of the sources of a tree.
+    """A drafter that runs a trained module or a draft model, alone or as one of the sources of a tree.
 
-    Its module reads accepted tokens, and the drafter learns how often the module's tokens are accepted.
+    The module reads accepted tokens, and the drafter learns how often the module's tokens are accepted.
     """
 
     starts_before_learning = False

@@ -55,7 +55,7 @@ def _hash_of(element: str) -> str:
 
 
 def status_of(engine: EngineThread, tenant: str, max_cache_bytes: int, *, shows_inputs: bool) -> JsonDict:
-    """Return the answers in progress, the size of the caches, the tenant's stores, and the sources' colors.
+    """Return the numbers of answers, the sizes of the caches, the tenant's stores, and the sources' colors.
 
     With ``shows_inputs``, a store names the files from which it was built.
     """

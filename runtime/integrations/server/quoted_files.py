@@ -1,4 +1,4 @@
-"""Files that a conversation quotes, whose text answers may repeat.
+"""Files quoted in a conversation, whose text answers may repeat.
 
 Drafters match an answer with its prompt token by token. When an answer quotes a tool result, the quote differs from the
 result: it has no line numbers, and inside the JSON of a call it is escaped, so every line end breaks a match.

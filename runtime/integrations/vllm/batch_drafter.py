@@ -1,7 +1,7 @@
 """Drafts for all requests of a vLLM batch, with one context table per request and shared stores.
 
 vLLM passes no request ids, and it moves, removes and adds requests between rows. A context table is used for a row only
-if the table's tokens are a prefix of the row's context, so no request gets drafts from the tokens of another request.
+if the table's tokens are a prefix of the row's context, so no request gets drafts from the table of another one.
 """
 
 from __future__ import annotations

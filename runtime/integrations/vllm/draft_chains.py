@@ -28,7 +28,7 @@ of 17 %, and a fifth of the drafts that pay off were not sent.
 """
 
 FIRST_ANSWER_NUMBER = 1 << 10
-"""First number of an answer; lower numbers are reserved for the drafter that the requests share."""
+"""Number of the first answer; lower numbers are reserved for the drafter that the requests share."""
 NEXT_ANSWER, NUM_ENDED = range(2)
 """Indices in ``RequestStates.answers``."""
 CONTEXT_NUMBER, HISTORY_NUMBER = SourceId.CONTEXT.value, SourceId.HISTORY.value
@@ -75,7 +75,7 @@ def new_request_states(max_requests: int, shards: int, *, history: bool = False,
 def grow_chain(records_at: int, max_tokens: int, floor: float) -> int:
     """Draft up to ``max_tokens`` tokens with a path probability of at least ``floor``; return their number.
 
-    ``records_at`` is the address of a hierarchy, to whose workspace the tokens are written.
+    ``records_at`` is the ``address`` of a ``Hierarchy``, to whose workspace the tokens are written.
     """
     work = work_at(records_at)
     work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0
@@ -170,10 +170,10 @@ def draft_rows(
 ) -> None:
     """Draft a chain for each of the ``rows`` of ``contexts``; ``chosen`` holds the index of each row's request.
 
-    ``records_at`` is the address of a hierarchy, and ``sampled`` the number of new tokens in each row. ``limits`` are
-    the maximum context length, the maximum number of draft tokens and the minimum probability. If this probability is
-    not below ``NO_DRAFT_ABOVE``, the new tokens are only appended to tables and answers. Chains are written to
-    ``drafts``, and their lengths to ``sizes``.
+    ``records_at`` is the ``address`` of a ``Hierarchy``, and ``sampled`` the number of new tokens in each row.
+    ``limits`` are the maximum context length, the maximum number of draft tokens and the minimum probability. If this
+    probability is not below ``NO_DRAFT_ABOVE``, the new tokens are only appended to tables and answers. Chains are
+    written to ``drafts``, and their lengths to ``sizes``.
     """
     max_length, max_drafts, floor = limits
     is_drafting = floor < NO_DRAFT_ABOVE
