@@ -273,7 +273,7 @@ def _saved_file(target: Target) -> Path:
 
 
 def save_at_home(target: Target, curve: CostCurve) -> None:
-    """Save a cost curve for later runs of the same model on the same device."""
+    """Save a cost curve for later runs of the same model on the same device; raise CostError if that fails."""
     curve.write(_saved_file(target))
 
 

@@ -176,7 +176,7 @@ def _within(
 
 
 def rows_of(path: Sequence[int]) -> list[int]:
-    """Return the rows of a pass over a tree that hold the root and the nodes of a path below it."""
+    """Return which rows of a pass over a tree hold the root and the nodes of a path below it."""
     return [0, *[node + 1 for node in path]]
 
 

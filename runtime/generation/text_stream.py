@@ -52,7 +52,7 @@ class TextStream:
         self._read = 0
 
     def add(self, ids: Sequence[int]) -> str:
-        """Append ids and return the text that they complete; incomplete characters and stop strings are held back."""
+        """Append ids; return the text that they complete, except incomplete characters and begun stop strings."""
         return self.shown.add(self._complete(ids))
 
     def _complete(self, ids: Sequence[int]) -> str:

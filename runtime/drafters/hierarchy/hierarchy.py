@@ -59,7 +59,7 @@ UNLIMITED_VOCABULARY = 2**31 - 1
 
 
 class Hierarchy(Drafter, Uncopyable):
-    """Drafts from the given sources: context, prediction, history, model store, corpus index and plug-ins.
+    """Drafts from the given sources: context, prediction, history, stores, a trained drafter and plug-ins.
 
     It can also draft from the target's logits: with ``last``, from the ranking that the root was chosen from; with
     ``recycled``, from the rankings at nodes of earlier trees, accepted or not. Learned weights and recycled rankings

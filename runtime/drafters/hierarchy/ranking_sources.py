@@ -88,7 +88,7 @@ class LogitRecords(Uncopyable):
             self.recycled.begin_with(self._known, alone=not self._uses_recycled)
 
     def observe(self, accepted: Accepted, verified: Verified, nodes: RankedNodes | None) -> None:
-        """Store the rankings that sources read: after the last accepted token and, if given, after all ``nodes``."""
+        """Store the ranking that the new root was chosen from and, if ``nodes`` are given, the rankings at these."""
         if not len(verified):
             return
         if self.uses_last:

@@ -116,7 +116,7 @@ class DraftModel(DraftModule):
     def start(self, hidden: torch.Tensor, tokens: list[int]) -> Callable[[], Ranked]:
         """Start to read accepted tokens and ``depth`` drafted ones; return a function that waits for the rankings.
 
-        It returns ``NO_RANKING`` if the context is full or no step was captured.
+        The function returns ``NO_RANKING`` if the context is full or no step was captured.
         """
         self._drafted = self.depth
         kept, captured = self._resumed(tokens), self._model.captured

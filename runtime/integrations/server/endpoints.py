@@ -232,7 +232,7 @@ class Server:
         return self._preparer.chat(body.chat(), request.state.tenant)
 
     async def _count_tokens(self, request: Request, *, kind: type[ConvertedRequest], **fields: str) -> Response:
-        """Answer with the number of prompt tokens, beside the ``fields`` that the API adds to it."""
+        """Answer with the number of prompt tokens and the ``fields`` that the API adds to it."""
         _, tokens = await self._prepared(request, kind, lambda body: self._preparer.tokens(body.chat()))
         return JSONResponse({**fields, "input_tokens": tokens})
 

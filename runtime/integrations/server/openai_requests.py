@@ -34,7 +34,7 @@ class Extension(StrictJson):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     drafts: bool = True
-    """False generates the answer plainly: nothing is drafted, and the history does not keep the answer."""
+    """If False, the answer is decoded without drafts, and the history does not keep it."""
     sources: bool = False
     """Whether to report which source drafted each token."""
 
@@ -241,7 +241,7 @@ class ToolChoice:
     required: tuple[dict[str, Any], ...] = ()
     """Tools of which the model must call one; empty if the model decides whether to call a tool."""
     max_calls: int | None = None
-    """Maximum number of calls in one answer; None for no limit."""
+    """Maximum number of calls in one answer; None if the request sets no limit."""
     is_generic: bool = False
     """True if tools and calls are text in hdtool's notation, because the chat template presents no tools."""
 
