@@ -74,7 +74,10 @@ class Verified:
     logits: torch.Tensor
     """Logits of each row, ``[rows, vocabulary]``."""
     hidden: torch.Tensor | None = None
-    """Input of the output layer, ``[rows, width]``; after a prefill, one row per token. None unless it is recorded."""
+    """Input of the output layer, then outputs of watched layers, ``[rows, columns]``; None unless drafters watch them.
+
+    After a prefill, there is one row per prefilled token.
+    """
     walk: Walk | None = None
     argmax: Array | None = None
     """Argmax of each row's logits; ``finite`` is True where that logit is finite. Both are None if not computed."""
@@ -209,7 +212,7 @@ class Engine(Protocol[SomeCache]):
         ...
 
     def notice_changes(self) -> None:
-        """Detect changes of the model; called before each prompt is prefilled."""
+        """Detect changes of the model before a prompt is prefilled; raise FamilyError if it can no longer be run."""
         ...
 
     def notice_silent_change(self, *, goes_on: bool) -> bool:
