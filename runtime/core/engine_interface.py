@@ -30,7 +30,7 @@ class PassOptions(NamedTuple):
     wants_maxima: bool = False
     """Compute ``Verified.maxima``, which makes top-k faster."""
     max_ranked: int = 0
-    """Minimum number of top tokens per row in ``Verified.ranked``; at most ``MAX_RANKED``."""
+    """Number of top tokens per row that ``Verified.ranked`` should hold at least, up to ``MAX_RANKED``."""
     root: bool = False
     """Copy the root's logits to the host, into ``Verified.root``."""
 

@@ -168,7 +168,7 @@ class HistoryStore(Uncopyable):
             return [each for each, is_wanted in zip(everything, chosen, strict=True) if not is_wanted]
 
     def conversations(self) -> list[StoredConversation]:
-        """Return all conversations, oldest first."""
+        """Return all conversations, oldest first; raise StoreError if they cannot be read."""
         with self._lock, store_errors(self.folder), self._reading() as transaction:
             return list(conversations(transaction, self._open.records.path))
 

@@ -45,7 +45,7 @@ RECYCLED_TABLE = np.dtype(
 
 
 class RecycledRankings(Uncopyable):
-    """Table of recycled rankings, allocated when the first ranking is kept."""
+    """Table of recycled rankings, allocated when it gets the first ones."""
 
     def __init__(self) -> None:
         self.record = np.zeros(1, RECYCLED_TABLE)
