@@ -56,7 +56,7 @@ class Finding:
     advice: str = ""
     """Command or step that fixes the problem."""
     bytes: int | None = None
-    """Size of the files in a folder; None if the check is not about a folder."""
+    """Size of the files in the checked folder; None if the check measures no folder."""
 
 
 IMPORT_CHECKED = ("numba", "transformers", "datasets", "lmdb")
@@ -187,7 +187,7 @@ def _home() -> Finding:
 
 
 def size_of(folder: Path, pattern: str = "*") -> int:
-    """Return the size of a folder's files in bytes, without links and files that cannot be read."""
+    """Return the total size in bytes of regular files that match ``pattern`` at any depth in a folder."""
     total = 0
     for path in folder.rglob(pattern):
         with suppress(OSError):

@@ -60,7 +60,11 @@ def generate(*arguments: Any, model: Any, **options: Any) -> Any:
 
 
 def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: StoresConfig) -> list[Path]:
-    """Write a model folder that drafts with hdtool, or raise a ModelError; return the model files that it links to."""
+    """Write a model folder that drafts with hdtool; return the model files that it links to.
+
+    Raises a ModelError if the model cannot be exported or ``out`` cannot be written, and a StoreError if a named store
+    does not fit.
+    """
     code = OutputFile(out / CODE_FILE, "a file of hdtool export", _is_ours, ModelError)
     requirements = OutputFile(out / REQUIREMENTS_FILE, "a file of hdtool export", _is_our_list, ModelError)
     _check_destination(out)
@@ -300,7 +304,7 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | Tokens) -> 
 
 
 def count_preserved_tokens(ids: Sequence[int] | Tokens, back: Sequence[int] | Tokens) -> int:
-    """Return the combined length of the common prefix and the common suffix of two sequences."""
+    """Return the combined length of two sequences' common prefix and suffix, at most the length of the shorter one."""
     one, other = np.asarray(ids, np.int64), np.asarray(back, np.int64)
     shorter = min(len(one), len(other))
     start = _leading_true_count(one[:shorter] == other[:shorter])

@@ -56,7 +56,7 @@ def _shortened(text: str) -> str:
 
 
 def shortened_answer(pieces: Sequence[TextPiece], *, color: bool) -> str:
-    """Return the first ``ANSWER_LINES`` lines of an answer, with each drafted token in the color of its source."""
+    """Return the first lines of an answer; if ``color`` is True, drafted tokens have the colors of their sources."""
     parts = (
         colored(part, source) if color and part != "\n" else part
         for text, source in pieces

@@ -52,7 +52,7 @@ class SelectedOptions:
         return replace(self, no_effect=no_effect, still_used=still_used)
 
     def use(self, name: str, declared: Use) -> Use:
-        """Return an option's ``declared`` use, extended by this ``no_effect`` unless ``still_used`` has the option."""
+        """Return ``declared``, the use of option ``name``, with ``no_effect`` added unless it is in ``still_used``."""
         if name in self.still_used:
             return declared
         return replace(declared, no_effect=lambda given: declared.no_effect(given) or self.no_effect(given))

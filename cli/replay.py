@@ -133,7 +133,7 @@ def replay(
 
 
 class Recordings:
-    """Recorded conversations with answers, read from files. What is left out is printed."""
+    """Recorded conversations with answers, read from files; those left out are reported on standard error."""
 
     def __init__(
         self, files: list[Path], max_bad_fraction: float, questions: Path | None = None, limit: int | None = None
@@ -146,11 +146,14 @@ class Recordings:
 
     @property
     def questions(self) -> list[str]:
-        """Text before each answer."""
+        """Text of the message before each answer."""
         return [one.messages[answer.message_index - 1]["content"] for one in self.traces for answer in one.answers]
 
     def turns(self, reader: TurnReader) -> list[list[RecordedTurn]]:
-        """Return the turns of each conversation that can be replayed, and remove all others from ``traces``."""
+        """Return the turns of each conversation that can be replayed, and remove the others from ``traces``.
+
+        Raises RecordError if the share of unusable records exceeds ``max_bad_fraction``.
+        """
         from hdtool.cli.store_output import print_left_out
 
         usable = list(reader.usable(with_progress(self.traces, "conversations"), self._tally)) if self.traces else []

@@ -40,7 +40,7 @@ AGE_UNITS = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"))
 UNNAMED_MODEL = {CORPUS_KIND: "any", MODEL_KIND: "unknown"}
 """What the model column shows, by kind of store, if the store names no model."""
 MAX_SHOWN_SOURCES = 12
-"""Number of sources that ``inspect`` lists, so that the description fits on a screen."""
+"""Maximum number of sources that ``inspect`` lists, so that the description fits on a screen."""
 
 
 def store_table(items: list[StoredItem], home: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TextIO, cast
 
 COLOR_CODE = re.compile("\033\\[[0-9;]*m")
 CONTROL_CHARACTERS = re.compile("[\\x00-\\x08\\x0b-\\x1f]")
-"""Matches control characters except tabs and newlines. Progress bars move the cursor with such characters."""
+"""Matches C0 control characters except tabs and newlines. Progress bars move the cursor with such characters."""
 ERASE_LINE = "\r\033[K"
 """Sequence that clears the current line, so that a message replaces a progress bar, which is drawn again below."""
 CONTINUATION_INDENT = "  "

@@ -10,7 +10,7 @@ from hdtool.data.errors import did_you_mean
 from hdtool.data.stores.store_file_names import printable
 
 MAX_SHOWN = 80
-"""Number of characters of an unknown command that its message quotes."""
+"""Maximum number of characters of an unknown command that its message quotes."""
 
 _CHAT = "hdtool chat MODEL holds a conversation, and hdtool generate MODEL PROMPT answers one prompt"
 _DOWNLOAD = "hdtool downloads a model when a command first names it, as in hdtool chat OWNER/NAME"

@@ -1,7 +1,7 @@
 """Read and write the answers to a benchmark's questions as rows in Spec-Bench's format.
 
 Spec-Bench's scripts read ``choices[0]``: the texts of all turns and, with one number per turn, ``decoding_steps``,
-``new_tokens`` and ``wall_time``. ``accept_lengths`` has one number per step, over all turns: the tokens that the step
+``new_tokens`` and ``wall_time``. ``accept_lengths`` has, for each step of all turns, the number of tokens that it
 yielded. hdtool adds ``output_ids``, ``seconds_rounds``, ``HDTOOL_TURN_KEYS`` and ``LATER_TURN_KEYS``.
 """
 

@@ -81,7 +81,7 @@ class Artifact:
         return sum(size for size, _ in self.files.values())
 
     def kept(self) -> Artifact | None:
-        """Return the artifact in this folder; None if it is missing, changed or of other kind, versions or identity."""
+        """Return the folder's artifact if it is unchanged and has this kind, identity and these versions; else None."""
         kept, alike = Artifact.read(self.folder), (self.kind, self.versions, self.identity)
         with suppress(OSError, ValueError):
             if kept and (kept.kind, kept.versions, kept.identity) == alike:
@@ -105,7 +105,7 @@ def made_once(
     make: Make,
     check: Callable[[], object] = bool,
 ) -> Artifact:
-    """Return the artifact made from ``sources``; make it if it is missing, damaged or of other content or versions.
+    """Return the artifact made from ``sources``; make it if it is missing or damaged, or if content or versions differ.
 
     ``name`` begins the folder's name. ``fingerprint`` identifies the sources' content and may be computed from samples.
     ``activity`` names the work in messages, as in "reading model.gguf into". ``make`` writes the files to a folder and

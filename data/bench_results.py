@@ -122,7 +122,10 @@ class ResultFolder:
     """Writer of a benchmark's answers to a results folder that the caller has locked."""
 
     def __init__(self, folder: Path, run: BenchRun, ids: Sequence[int | str]) -> None:
-        """Start a run over the questions ``ids``, or resume the folder's run; raise ResultError if that is another."""
+        """Start a run over the questions ``ids``, or resume the folder's run.
+
+        Raises ResultError if the folder's run has other options, surroundings or questions.
+        """
         self.folder = folder
         self.run = run
         self.answered = self._resume(ids)

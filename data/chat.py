@@ -41,7 +41,7 @@ def encode_conversation(
     chat: bool | None = None,
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
-    """Encode a prompt as token ids. Raises PromptError if it has none, or if the chat template refuses it.
+    """Encode a prompt as token ids. Raises PromptError if there are none, or if the chat template refuses the prompt.
 
     If ``chat`` is None, the tokenizer's chat template is used if there is one. Without a template, there must be a
     single message, whose text is the prompt, and no tools. ``tools`` are passed to the template.

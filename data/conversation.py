@@ -155,7 +155,7 @@ ITEM_ROLES = {"function_call": ASSISTANT, "custom_tool_call": ASSISTANT, "functi
 
 
 def message_turns(value: Any, name: str) -> list[Turn]:
-    """Parse ``value``, the messages in a field ``name``, skipping reasoning. Raises RowError if it is no such list."""
+    """Parse the messages ``value`` of a field ``name``, skipping reasoning. Raises RowError if they are malformed."""
     messages = _as_list(value)
     if not isinstance(messages, list):
         raise RowError(f"`{name}` must be a list (found: {type(value).__name__})")

@@ -33,7 +33,10 @@ SPARE_BYTES = 1 << 26
 
 
 def require_room(name: str, needed: int, folder: Path, variable: str) -> None:
-    """Raise ModelError if ``folder``, which the environment variable ``variable`` sets, lacks ``needed`` free bytes."""
+    """Raise ModelError unless a folder's disk has ``needed + SPARE_BYTES`` free bytes.
+
+    ``variable`` is the environment variable that sets ``folder``, for the message.
+    """
     if (free := shutil.disk_usage(folder).free) < needed + SPARE_BYTES:
         raise ModelError(
             f"{name} needs {needed:,} bytes in {folder}, whose disk has {free:,}: make room, or let {variable} name a "
@@ -114,7 +117,7 @@ class ToolsError(PromptError):
 
 
 class ModelError(HdtoolError):
-    """Raised when a model does not exist or cannot be loaded on this machine."""
+    """Raised when a model does not exist, or cannot be loaded or used on this machine."""
 
 
 class FamilyError(ModelError):

@@ -278,7 +278,7 @@ select role, (
   from (select text, payload from parts where message_hash = chain.hash and type = 'text' order by position)
 ) from chain order by depth desc
 """
-"""Query for the roles and texts of a message and all before it; a text is whole, or in pieces and fragments."""
+"""Query for the roles and texts of a message and its ancestors. A text may be split into literals and fragments."""
 FRAGMENTS_QUERY = """
 select content from fragments join {table} on {table}.fragment_id = fragments.id
 where {table}.response_id = ? order by {table}."order"

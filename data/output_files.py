@@ -54,7 +54,7 @@ class OutputFile:
         return bool(_size(self._destination()))
 
     def write(self, content: bytes | str) -> None:
-        """Replace the file's content."""
+        """Create the file or replace its content. Raises ``error`` if it must not be replaced or cannot be written."""
         with self.replaced() as stream:
             stream.write(content.encode() if isinstance(content, str) else content)
 
@@ -159,7 +159,7 @@ def _remove_unless_locked(path: Path) -> None:
 
 
 def lock(descriptor: int, *, wait: bool) -> bool:
-    """Lock an open file until it is closed or the process ends. Returns False on failure. Does nothing on Windows."""
+    """Lock an open file until it is closed or the process ends; return False on failure. On Windows, do nothing."""
     try:
         from fcntl import LOCK_EX, LOCK_NB, flock
     except ImportError:

@@ -1,4 +1,4 @@
-"""Recognize the files that hdtool wrote by their content, of which at most ``MAX_JSON_BYTES`` are read."""
+"""Recognize by their content the files that hdtool wrote, reading at most ``MAX_JSON_BYTES`` of each."""
 
 from __future__ import annotations
 

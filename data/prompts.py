@@ -125,7 +125,10 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
-        """Create a grammar of the JSON that is valid under ``schema``. Raises PromptError if that is no JSON schema."""
+        """Create a grammar of the JSON that is valid under ``schema``.
+
+        Raises PromptError if ``schema`` is not valid JSON, or neither an object nor a boolean. Keywords aren't checked.
+        """
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
             text = json.dumps(parsed, ensure_ascii=False)
@@ -206,7 +209,7 @@ class Prompt:
     id: str = ""
     category: str = ""
     prediction: str = ""
-    """Probable text of the first answer. hdtool drafts from it, and the model never reads it."""
+    """Probable text of the first answer, from which hdtool drafts; it is not part of the prompt."""
     grammar: Grammar | None = None
     """Grammar that each answer must match."""
     tools: tuple[dict[str, Any], ...] = ()

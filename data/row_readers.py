@@ -206,7 +206,7 @@ PARQUET_MAGIC, ARROW_MAGIC = b"PAR1", b"\xff\xff\xff\xff"
 
 @contextmanager
 def as_file_on_disk(path: Path, stream: io.BufferedReader) -> Iterator[tuple[Path, str]]:
-    """Yield ``(file, scratch)``: a seekable file, decompressed if necessary, and a folder for scratch files."""
+    """Yield ``(file, scratch)``: a seekable file, decompressed if necessary, and a temporary folder."""
     with tempfile.TemporaryDirectory() as scratch:
         file = path
         if is_compressed(stream):

@@ -124,7 +124,7 @@ class RecordedAnswer:
     ids: tuple[int, ...] | None = None
     """Recorded token ids, including the one that ends the turn; None if there are none."""
     max_tokens: int | None = None
-    """Limit of the answer's length in tokens, if known. An answer of this length was cut off."""
+    """Maximum length of the answer in tokens, if known; the answer's own length if the model did not end it."""
     rankings: RecordedRankings | None = None
 
 

@@ -64,7 +64,7 @@ class Comparison:
     """The answers to one or more questions by plain decoding and with drafts."""
 
     plain: Figures
-    """Figures of plain decoding, with the median times of all rounds, as in ``drafted``."""
+    """Figures of plain decoding in the last round, with the median times of all rounds, as in ``drafted``."""
     drafted: Figures
     same: int
     """Number of questions to which all answers have the same tokens."""
@@ -115,7 +115,10 @@ class SideBySide:
 
 
 def median_figures(rounds: Sequence[AnsweredTurn], device: torch.device) -> Figures:
-    """Return the last round's figures with the median times; CPU time is wall time if another device computes."""
+    """Return the last round's figures with the median times.
+
+    CPU time is the wall time if it was not measured, or if ``device`` is not the CPU.
+    """
     seconds = median(turn.seconds for turn in rounds)
     measured = [turn.cpu_seconds for turn in rounds if turn.cpu_seconds is not None and device.type == "cpu"]
     return replace(Figures.of(rounds[-1:]), seconds=seconds, cpu_seconds=median(measured) if measured else seconds)

@@ -168,7 +168,7 @@ class ContenderFactory:
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """All settings of a benchmark."""
+    """Questions and settings of a benchmark."""
 
     questions: Sequence[Prompt]
     bench: BenchConfig = field(default_factory=BenchConfig)

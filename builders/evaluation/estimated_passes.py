@@ -1,7 +1,7 @@
 """Estimates the duration of forward passes from memory traffic and compute, with a roofline model.
 
-A pass reads the dense weights, the KV cache of its context, and every expert that any of its tokens activates. Kernel
-launches, activations and everything besides matmuls count as free.
+A pass reads the dense weights, the KV cache of its context, and every expert that any of its tokens activates. Compute
+is that of the matmuls with weights. Kernel launches, activations and all other operations count as free.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class Figures:
 
     @classmethod
     def of(cls, turns: Iterable[AnsweredTurn]) -> Figures:
-        """Return the sum over several turns."""
+        """Return the figures summed over ``turns``, in which an unknown time counts as 0."""
         whole = cls()
         for turn in turns:
             decoded = (turn.stats, turn.later) if isinstance(turn, DecodedTurn) else ()

@@ -28,7 +28,7 @@ OWN_FILE_ROWS = tuple(name for name in LLAMA_CPP if name != OTHER_FILE)
 CPU_LOOKUP_TOKENS, GPU_LOOKUP_TOKENS = 2, 10
 """Number of tokens drafted by prompt lookup, as in the documentation of llama-cpp-python."""
 MIN_CONTEXT = 2048
-"""Initial KV cache size in tokens; a longer question reloads the model outside the measured time."""
+"""Minimum KV cache size in tokens; a longer question reloads the model outside the measured time."""
 
 CPU_FEATURES = {
     "AVX": "avx",

@@ -80,7 +80,8 @@ def recorded_benchmark(
     """Time all contenders on recorded turns, yielding each contender's running total after every turn.
 
     To warm up, the longest turn runs first with separate contenders, so that no cache grows in a measured turn and no
-    history is carried over. A contender that fails is left out with a note, without affecting the other results.
+    history is carried over. A contender that fails is left out with a note, without affecting the other results; only
+    an ``HdtoolError`` ends the benchmark.
     """
     failed = set[str]()
     careful = {name: partial(_careful, name, new, failed) for name, new in contenders.items()}
@@ -94,7 +95,10 @@ def recorded_benchmark(
 
 
 def _careful(name: str, new: Callable[[], Reproducing], failed: set[str]) -> Reproducing:
-    """Return a new contender that, if it fails, prints a note, adds its name to ``failed`` and answers nothing more."""
+    """Return a new contender that, if it fails, prints a note, adds its name to ``failed`` and answers nothing more.
+
+    An ``HdtoolError`` is not caught.
+    """
     contender = new()
 
     def answer(turn: RecordedTurn) -> Sequence[AnsweredTurn]:

@@ -96,9 +96,9 @@ class TurnReader:
         return RecordedTurn(trace.id, trace.category, number, prompt, answer, max_tokens, recorded.rankings)
 
     def _answer(self, prompt_text: str, prompt: list[int], messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a recorded text, ended by a stop token.
+        """Return the token ids of the last message up to its first stop token; if it has none, append the EOS token.
 
-        Raise PromptError if the text has no end and the tokenizer no stop token.
+        Raises a PromptError if the EOS token is needed and the tokenizer has none.
         """
         text = messages[-1]["content"]
         whole = (

@@ -212,7 +212,7 @@ class ReplayMethod:
 
     name: str
     config: DecodeConfig
-    """If ``draft_tokens`` is None and ``curve`` is given, the curve decides how many draft tokens pay."""
+    """Settings of the method. If ``draft_tokens`` is None, ``curve`` sets the budget or, without a curve, a default."""
     curve: CostCurve | None = None
 
     def budget(self) -> FixedBudget | CostBudget:

@@ -28,7 +28,7 @@ def choose_shared_threads(target: Target, peer: PreTrainedModel | None, wanted: 
 
 @torch.no_grad()
 def _pass_seconds(model: Any, threads: int) -> float:
-    """Return the seconds of one pass per size in ``NODES``, the sizes for which hdtool chooses its own threads."""
+    """Return the total seconds of a pass of each size in ``NODES``, the sizes that hdtool times for itself."""
     torch.set_num_threads(threads)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     inputs = [torch.tensor([some_context(1 + nodes, vocabulary)]) for nodes in NODES]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_WAITED = 0.25
-"""Seconds that a method's threads may wait for cores, per second, before a comparison is in doubt."""
+"""Seconds that a method's threads may wait for cores, per second of wall time, before a comparison is in doubt."""
 MAX_SPREAD = 0.25
 """Spread of the repeats of an answer, as a share of their median, above which a comparison is in doubt."""
 OWN_THREADS = Path("/proc/self/task")
@@ -55,7 +55,7 @@ class Stopwatch:
         return {name: getattr(self, name) for name in names}
 
     def first_token(self) -> None:
-        """Note that the first token is there; later calls have no effect."""
+        """Record the time to the first token; later calls have no effect."""
         if self.first_seconds is None:
             _synchronize(self._device)
             self.first_seconds = time.perf_counter() - self._begun[2]
@@ -111,7 +111,7 @@ class Timings:
 
     @property
     def waited(self) -> float:
-        """Seconds that the threads waited for cores, per second."""
+        """Seconds that the threads waited for cores, per second of wall time."""
         return self.waited_seconds / self.seconds if self.seconds else 0.0
 
     @property

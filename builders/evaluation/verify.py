@@ -121,7 +121,7 @@ class Verifier:
     def check(
         self, prompt: str, ids: list[int], grammar: Grammar | None = None, prediction: Sequence[int] = ()
     ) -> Check:
-        """Answer a prompt with and without drafts, compare all tokens, and return what differs."""
+        """Answer a prompt with and without drafts and, if greedy, by ``generate``; compare the answers' tokens."""
         plain = self._plain.answer(ids, self._grammars.guide_for(grammar))
         drafted = self._drafted.answer(ids, self._grammars.guide_for(grammar), prediction)
         pairs: list[tuple[Oracle, AnsweredTurn, AnsweredTurn]] = [(Oracle.PLAIN, plain, drafted)]

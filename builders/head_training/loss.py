@@ -107,7 +107,7 @@ class FrozenTarget:
     """Target model with frozen weights that computes hidden states at all positions and logits at selected ones.
 
     If the output layer alone computes the model's logits, it runs only for the positions and tokens that the loss
-    needs. If the model scales or caps logits afterwards, the whole model computes the logits of all tokens.
+    needs. Otherwise, as when the model caps its logits, the whole model computes the logits of all tokens.
     """
 
     def __init__(self, target: Target) -> None:
@@ -206,7 +206,7 @@ class Batch(NamedTuple):
 
     ids: torch.Tensor
     drafted: torch.Tensor
-    """True for each token that the model wrote; False for padding."""
+    """True for each token that the heads learn to predict, as in ``Example``; False for padding."""
 
     @classmethod
     def of(cls, examples: Sequence[Example], device: torch.device) -> Batch:

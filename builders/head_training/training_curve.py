@@ -18,7 +18,7 @@ from hdtool.data.own_files import is_own_png
 CURVE_FILE = "training.png"
 CURVE_INCHES, CURVE_DPI = (8.0, 4.0), 130
 MIN_CURVE_POINTS = 50
-"""Minimum number of points per curve; each point is a mean over consecutive steps."""
+"""Minimum number of points per curve if there are as many steps; each point is a mean over consecutive steps."""
 
 
 def draw_training(history: TrainingHistory, folder: Path) -> None:

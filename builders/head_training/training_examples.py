@@ -34,7 +34,7 @@ class Example:
 
 
 def read_examples(reading: ConversationReader, turns: TurnReader, window: int, progress: ProgressBar) -> list[Example]:
-    """Return the examples of at most ``window`` tokens in all records; raise a ``RecordError`` if there are none."""
+    """Split all records into examples of at most ``window`` tokens; raise a ``RecordError`` if none is usable."""
     examples: list[Example] = []
     max_length = 0
     for located in reading.conversations():

@@ -24,7 +24,10 @@ from hdtool.runtime.target.load import Loaded
 
 
 def with_model_drafters(decoding: DecodeConfig, loaded: Loaded, folder: Path | None) -> DecodeConfig:
-    """Return ``decoding`` with the heads in ``folder`` that fit the model and, unless set, the first drafter there."""
+    """Return ``decoding`` with the heads in ``folder`` that fit the model and, unless it has one, the first drafter.
+
+    Heads and drafters are subfolders of ``folder``; small models among them are ignored. If it is None, nothing is added.
+    """
     target = fingerprint(loaded.target.model)
     heads, drafter = list[str](), decoding.drafter
     drafter_folders = (

@@ -76,7 +76,10 @@ class WorkFolder:
 
     @contextmanager
     def opened(self) -> Iterator[WorkFolder]:
-        """Lock the folder, create it if needed, and read its results."""
+        """Create the folder if needed, lock it in the ``with`` block, and read its results.
+
+        Raises a ``ResultError`` if another process holds the lock, or if the folder cannot be written.
+        """
         busy = ResultError(f"another setup of these logs is running in {self.path}: wait for it")
         with ExitStack() as held:
             with os_errors_as(ResultError, f"{self.path} cannot be written", WRITE_ADVICE):

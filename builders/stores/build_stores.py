@@ -167,8 +167,8 @@ def build_corpus_index(
 ) -> Manifest:
     """Build a corpus index of ``documents``, atomically replacing any store in ``folder``.
 
-    ``executor`` sorts the shards; by default, one local process per core does. ``check`` is called with the folder and
-    raises if the existing store must not be replaced.
+    ``executor`` sorts the shards; by default, local processes do, at most one per core. ``check`` is called with the
+    folder and raises if the existing store must not be replaced. Raises a ``StoreError`` if the documents hold no text.
     """
     end = tokenizer.vocab_size
     width = token_type(end)
@@ -225,9 +225,9 @@ def build_model_store(
     prefix. Sequences of five tokens are also kept as phrases after their first token, at most ``per_key`` phrases per
     first token. Ties are broken in favor of smaller token ids.
 
-    ``model`` is the checkpoint that wrote the documents, and ``rankings`` are its ``vocabulary_rankings``; with them,
-    a store can be built from no documents at all. ``check`` is called with the folder and raises if the existing store
-    must not be replaced.
+    ``model`` is the checkpoint that wrote the documents, and ``rankings`` are its ``vocabulary_rankings``. ``check`` is
+    called with the folder and raises if the existing store must not be replaced. Raises a ``StoreError`` if no document
+    has at least five tokens; with ``rankings`` and no sources, there need not be any document.
     """
     end = tokenizer.vocab_size
     with building(folder, check) as build:

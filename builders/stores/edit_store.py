@@ -148,7 +148,7 @@ def merge(folders: Sequence[Path], out: Path, check: FolderCheck | None = None) 
     """Merge several stores into one at ``out``; sources with equal content are included once.
 
     If the stores belong to different models, the result names no model. ``check`` raises if ``out`` holds a store that
-    is not one of ``folders`` and must not be replaced.
+    is not one of ``folders`` and must not be replaced. Stores of different kinds or tokenizers raise a ``StoreError``.
     """
     check_destination(out)
     parts = [StoreContents.of(folder) for folder in folders]
@@ -183,8 +183,8 @@ def add(
 ) -> Manifest:
     """Append documents to a store and return its new manifest.
 
-    ``kind`` is the kind of store that the documents are for. A store of another kind, or one that already holds a
-    source, raises a ``StoreError``. ``rankings`` replace a model store's vocabulary rankings; None keeps them.
+    ``kind`` is the kind of store that the documents are for. A store of another kind or tokenizer, or one that already
+    holds a source, raises a ``StoreError``. ``rankings`` replace a model store's vocabulary rankings; None keeps them.
     """
     old = StoreContents.of(folder)
     require_store(old.manifest, folder, kind or old.manifest.kind, tokenizer)
@@ -205,7 +205,7 @@ def drop(folder: Path, name: str) -> DropResult:
     """Rebuild a store without one source, so that no file keeps content that only this source had.
 
     ``name`` selects the source by its recorded name, by a file name that is unique among the sources, or by at least 8
-    digits of its hash. Raises a ``StoreError`` if the store holds no such source, or no other one.
+    digits of its hash. Raises a ``StoreError`` unless exactly one source is selected and others remain.
     """
     delete_old_builds(folder)  # a killed drop may have left the files of a source that the manifest no longer names
     old = StoreContents.of(folder)
@@ -244,7 +244,7 @@ def _selected(folder: Path, shares: Sequence[InputShare], name: str) -> tuple[In
 
 
 def _renumbered(documents: Iterable[Document], places: dict[int, int]) -> Iterator[Document]:
-    """Yield the documents of the sources in ``places``, which maps their old numbers to their new ones."""
+    """Yield the documents whose sources are in ``places``, which maps old source numbers to new ones."""
     return (Document(document.ids, places[document.source]) for document in documents if document.source in places)
 
 

@@ -84,7 +84,7 @@ def _hash_of(tokenizer: PreTrainedTokenizerBase, cut: list[int]) -> str:
 
 
 def _recorded_folder(name: str) -> str:
-    """Return the absolute path of a local folder; an empty string for the embedded model's, which every machine has."""
+    """Return a local folder's absolute path; empty if ``name`` is no folder, or the embedded model's."""
     folder = Path(name).absolute()
     return "" if not name or folder == demo.MODEL or not folder.is_dir() or lone_surrogate(str(folder)) else str(folder)
 

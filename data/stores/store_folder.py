@@ -201,8 +201,8 @@ def check_replaceable(folder: Path, check: FolderCheck | None) -> None:
 def building(folder: Path, check: FolderCheck | None = None) -> Iterator[StoreBuild]:
     """Build a store in ``folder`` while holding the folder's lock.
 
-    On any error, an old store there stays unchanged. If there was none, nothing stays behind.
-
+    On any error, an old store there stays unchanged. If there was none, nothing stays behind. An OSError is raised as a
+    StoreError, and so is a lock that another process holds.
     ``check`` raises if the store in the folder must not be replaced. It is called under the lock, so that no other
     process can replace that store afterwards.
     """

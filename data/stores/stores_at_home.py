@@ -54,7 +54,7 @@ def model_store_at_home(model: Checkpoint, tokenizer: TokenizerFingerprint, name
 def model_stores_at_home(
     tokenizer: TokenizerFingerprint, namespace: str | None = None
 ) -> list[tuple[Path, Checkpoint | None]]:
-    """Return ``(folder, model)`` for each model store of a tokenizer; the model is None if the store names none."""
+    """Return ``(folder, model)`` for each readable model store of a tokenizer; the model is None if it is unknown."""
     folder = store_at_home(MODEL_KIND, tokenizer, namespace)
     stores = []
     for path in sorted([folder / MANIFEST, *folder.glob(f"*/{MANIFEST}")]):

@@ -1,12 +1,11 @@
-"""Plays recorded agents with the official clients against ``hdtool serve``, and checks every call they are answered.
+"""Plays recorded agents with the official clients against ``hdtool serve``, and checks each tool call in the answers.
 
     pip install jsonschema
     python -m tests.benchmarks.agent_tools [--model smollm2] [--sessions 10] [--minutes 10] [-- OPTIONS OF SERVE]
 
 A session asks as Claude Code, Codex, OpenCode, Cline or Continue did, in turn: it sends the recorded first request, and
-then what follows from each answer, which is the result of every call or the user's next question. Requests take turns
-in letting the model choose whether to call a tool, and in streaming. Arguments are checked against the JSON schema of
-their tool.
+then what follows from each answer, which is the result of every call or the user's next question. Every other request
+requires a call, and two of three requests are streamed. Arguments are checked against the JSON schema of their tool.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Row = dict[str, Any]
 AGENTS = {"Claude Code": CLAUDE_CODE, "Codex": CODEX, "OpenCode": OPENCODE, "Cline": CLINE, "Continue": CONTINUE}
 RESULT = "1\tdef add(a, b):\n2\t    return a + b\n3\tprint(add(1, 2))"
 TURNS = 5
-"""Requests of a conversation; the next one starts anew."""
+"""Number of requests in a conversation; the next request begins a new one."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Call:
 
 
 class ChatAgent:
-    """Asks by OpenAI's chats."""
+    """Client of OpenAI's Chat Completions API."""
 
     history = "messages"
 
@@ -92,7 +91,7 @@ class ChatAgent:
 
 
 class MessagesAgent:
-    """Asks by Anthropic's messages."""
+    """Client of Anthropic's Messages API."""
 
     history = "messages"
 
@@ -126,7 +125,7 @@ class MessagesAgent:
 
 
 class ResponsesAgent(ChatAgent):
-    """Asks by OpenAI's responses."""
+    """Client of OpenAI's Responses API."""
 
     history = "input"
 
@@ -161,7 +160,7 @@ def _parsed(call: Call) -> Call:
 
 
 def play(server: RunningServer, options: argparse.Namespace, session: int, is_over: Callable[[], bool]) -> Counter[str]:
-    """Ask until the time is over; return how often what happened."""
+    """Play one session until the time is over; return the number of requests, calls and errors by kind."""
     name = [*AGENTS][session % len(AGENTS)]
     agent: Any = CLIENTS[PATHS.get(name, CHAT)](server)
     counts: Counter[str] = Counter()

@@ -53,7 +53,7 @@ class Reply:
 
 
 class TooLongError(Exception):
-    """The conversation exceeds the model's context."""
+    """Raised when a conversation exceeds the model's context."""
 
 
 def conversations(paths: Sequence[Path], limit: int) -> list[list[Request]]:

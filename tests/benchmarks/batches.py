@@ -37,7 +37,7 @@ def chosen_prompts(options: argparse.Namespace) -> list[Prompt]:
 
 
 def answering(answerer: Answerer, prompts: Sequence[Prompt]) -> list[DecodedTurn]:
-    """Answer all prompts; each answer gets its share of the time of all."""
+    """Answer all prompts; each answer gets an equal share of the total time."""
     answers = []
     with Stopwatch(answerer.loaded.target.device) as watch:
         for answer in answerer.all_answers(prompts):

@@ -73,7 +73,7 @@ def synthetic(index: CorpusIndex, size: int) -> Iterator[Document]:
 
 
 def measure(real: str, size: int, place: str, mark: TokenizerFingerprint, shard_bytes: int, conn: Any) -> None:
-    """Build and query an index of one size, in a separate process so that its memory peak can be measured."""
+    """Build and query an index of one size, and send the figures; a new process runs this, for its memory peak."""
     index = CorpusIndex(Path(real))
     folder = Path(place) / f"{size}"
     started = time.perf_counter()

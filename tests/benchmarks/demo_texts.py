@@ -1,4 +1,4 @@
-"""Writes texts of which the demo's models and stores are made: GSM8K, Python's documentation and its standard library.
+"""Writes the texts that the demo's models and stores are made from: GSM8K, Python's documentation and its library.
 
     python -m tests.benchmarks.demo_texts prompts --gsm8k DIR --out FILE    # held-out questions, with their answers
     python -m tests.benchmarks.demo_texts questions --gsm8k DIR --out FILE [--per-kind 300]    # not held out

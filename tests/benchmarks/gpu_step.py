@@ -1,8 +1,8 @@
 """Times captured decoding steps of a model's shape on a GPU: ``python -m tests.benchmarks.gpu_step llama-3-8b``.
 
 Compares hdtool's fused pass, transformers' layers with hdtool's attention, and transformers' layers with masks. Prints
-milliseconds per step by context and draft tokens, alone and in a batch, and the share of the time that copying the
-bytes read would take. ``--trace`` adds the kernels of one step.
+milliseconds per step by context and draft tokens, alone and in a batch, and which share of them a copy of the bytes
+read would take. ``--trace`` adds the kernels of one step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, clocks, runs in turn, models that answer prompts, and Markdown tables."""
+"""Code that the benchmarks share: options, clocks, runs in turn, models that answer prompts, and Markdown tables."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Table:
 
 
 def clock_of(threads: int) -> Callable[[], float]:
-    """Return the clock of a measurement: CPU time with one thread, which other processes disturb little."""
+    """Return the clock of a measurement: CPU time with one thread, as others disturb it little, else wall-clock time."""
     return time.process_time if threads == 1 else time.perf_counter
 
 
@@ -115,7 +115,7 @@ def read_recordings(options: argparse.Namespace) -> tuple[Conversations, StoreSe
 
 
 class Outcome:
-    """Rows of an experiment that is run at once."""
+    """Rows and totals of an experiment, which ``__init__`` runs."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ def drafting(
 
 
 def on_prompts(contender: Contender) -> Callable[[], Answering[list[int]]]:
-    """Return what makes the contender of an experiment whose questions are prompts of token ids."""
+    """Return a function that makes the contender for an experiment whose questions are prompts as token ids."""
 
     def new() -> Answering[list[int]]:
         fresh = contender.fresh()
@@ -167,7 +167,10 @@ def on_prompts(contender: Contender) -> Callable[[], Answering[list[int]]]:
 def on_numbered_prompts(
     contender: DraftingContender, prompts: Sequence[list[int]], sampling_of: Callable[[int], SamplingConfig]
 ) -> Callable[[], Answering[int]]:
-    """Return what makes the contender of an experiment whose questions are numbers of prompts, which set the seed."""
+    """Return a function that makes the contender for an experiment whose questions are indices in ``prompts``.
+
+    ``sampling_of`` returns the sampling settings for an index.
+    """
 
     def new() -> Answering[int]:
         fresh = contender.fresh()

@@ -3,10 +3,10 @@
     python -m tests.benchmarks.long_contexts --model smollm2 --contexts 1000 4000 8000
     python -m tests.benchmarks.long_contexts --shape config.json --device cuda --contexts 16000 64000
 
-Each context is another passage of the documentation, followed by a question. Both read the prompt in a warm-up; then
-they answer in turn with the same KV cache, and the one that begins alternates. Times are CPU time, or wall-clock time
-on a GPU. ``--shape`` uses random weights: greedy answers repeat themselves, so most drafts
-are accepted; with ``--temperature 1`` hardly any is, which is the worst case.
+Each context is another passage of the documentation, followed by a question. Both methods read the prompt in a warm-up;
+then they answer in turn with the same KV cache, and the one that begins alternates. Times are CPU time, or wall-clock
+time on a GPU. ``--shape`` uses random weights: greedy answers repeat themselves, so most drafts are accepted; with
+``--temperature 1`` hardly any is, which is the worst case.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def counted(answers: list[Document], end: int) -> CountedDocuments:
 
 
 def scan_seconds(documents: CountedDocuments, parts: int) -> float:
-    """Return the CPU seconds per token and part in which hardly any sequence belongs to the part."""
+    """Return the CPU seconds per token of scanning all tokens for one part, to which hardly any sequence belongs."""
     started = time.process_time()
     for length in SEQUENCE_LENGTHS:
         most_frequent_in_part(documents, length, 0, parts, BuildConfig.top_k)

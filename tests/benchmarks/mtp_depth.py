@@ -19,7 +19,7 @@ from hdtool.runtime.target.load import Loaded, load
 from tests.benchmarks.laboratory import Outcome, Table, demo_prompts, drafting, on_prompts, parser_of
 
 PASSES = (0, 1, 2, 3, 4, 6, 8)
-"""MTP passes after the first one of a step, which reads the accepted tokens."""
+"""Numbers of MTP passes after the first one of a step, which reads the accepted tokens."""
 NODES = 24
 
 

@@ -34,7 +34,7 @@ def version() -> str:
 
 
 class OpenVinoContender:
-    """OpenVINO GenAI answering greedily with the same ids, stop tokens and length.
+    """OpenVINO GenAI, which answers greedily with hdtool's prompt ids, stop tokens and length limit.
 
     Runs a converted model or a GGUF file. OpenVINO chooses the precision and the quantization of activations and KV
     cache for the CPU. Prefix caching is off.

@@ -1,4 +1,4 @@
-"""Times passes on a CPU of a model that is loaded in several ways: ``python -m tests.benchmarks.passes WHAT``.
+"""Times passes of a model that is loaded in several ways on a CPU: ``python -m tests.benchmarks.passes WHAT``.
 
     python -m tests.benchmarks.passes weights --model MODEL        # float32 and 16 bits, in both kinds of code
     python -m tests.benchmarks.passes torchao --model MODEL        # int8 weights of torchao
@@ -72,13 +72,13 @@ SIDES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "activations": {"float32": {}, "int8": {"activations": INT8}},
 }
-"""How each side loads the model."""
+"""Options with which each side loads the model, by benchmark."""
 FAMILIES = "families"
 SOME_TOKENS = 4000
 
 
 class ModelWithContext(Protocol):
-    """A model that has read a context."""
+    """Protocol of a model that reads a context and verifies drafts after it."""
 
     def prefill(self, context: Sequence[int]) -> object: ...
 
@@ -166,7 +166,7 @@ def compare(sides: dict[str, ModelWithContext], options: argparse.Namespace, tab
 
 
 def _products(side: ModelWithContext, rows: int) -> float:
-    """Return the number of products of a pass in matmuls, or of a loop."""
+    """Return the number of products in a pass's matmuls or in a loop; NaN for llama.cpp."""
     if isinstance(side, BareLoop):
         return side.products
     if not isinstance(side, OneSequence):

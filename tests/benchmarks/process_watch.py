@@ -32,8 +32,10 @@ class ProcessWatch:
             self._samples.append((seconds, memory, self._process.num_threads(), self._process.num_fds()))
 
     def growth(self, settled: float = 120.0) -> str:
-        """Return the means of the first minute after ``settled`` seconds and of the last one, the maximum, and the
-        slope per minute."""
+        """Describe the growth of memory, threads and file descriptors after ``settled`` seconds or half of the time.
+
+        Each line has the means of the first minute and of the last one, the maximum, and the slope per minute.
+        """
         end = self._samples[-1][0]
         start = min(settled, end / 2)
         kept = np.array([sample for sample in self._samples if sample[0] >= start])

@@ -93,7 +93,7 @@ class Lineup:
 
 
 def entered(options: argparse.Namespace) -> Lineup:
-    """Load all engines that are installed."""
+    """Return the contenders of all engines that are installed."""
     model = ModelConfig(options.model, device="cpu", threads=options.threads)
     own = gguf_file(model)
     files = [*([own] if own else []), *options.llama_cpp_file]
@@ -252,7 +252,7 @@ def places_by_task(questions: Sequence[Prompt]) -> dict[str, list[int]]:
 
 
 def show(answers: Answers, questions: Sequence[Prompt]) -> None:
-    """Print a table, by task."""
+    """Print a table of speeds by task."""
     places = places_by_task(questions)
     wall, own = "by wall clock", "against its plain decoding"
     table = Table("tokens per CPU second", *places, wall, own, "tokens per step", "answers as plain")

@@ -70,8 +70,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "layer_types": ["attention" if number % 10 == 5 else "mamba" for number in range(20)],
     },
 }  # fmt: skip
-"""Shapes by class name. Gemma 3 is the model of 270 million weights. Gemma 4 has layers as wide as those of E2B, or
-half as wide as those of 26B-A4B with a quarter of its experts. The last three have about a billion weights."""
+"""Shapes by class name.
+
+Gemma 3 is the model of 270 million weights. Gemma 4 has layers as wide as those of E2B, or half as wide as those of
+26B-A4B with a quarter of its experts. The last three have about a billion weights.
+"""
 OF_SEVERAL_MEDIA = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")
 
 

@@ -38,7 +38,7 @@ RUNNER = (
     "sys.stderr.buffer.write(code.stderr) if code.returncode else None; "
     "print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss])); sys.exit(code.returncode)"
 )
-"""Runs a command and prints its CPU seconds and memory peak; a process only knows the joint peak of its children."""
+"""Program that prints a command's CPU seconds and memory peak; a process knows only the joint peak of its children."""
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,15 @@ from hdtool.runtime.kernels.int8_dot_products import (
 from hdtool.runtime.kernels.vector_code import LANES, VECTOR, VectorCode
 
 SUMS = 12
-"""Independent sums of a loop: an instruction waits for the previous one on the same sum, and with fewer sums, the loop
-would measure that latency."""
+"""Number of independent sums of a loop.
+
+An instruction waits for the previous one on the same sum, and with fewer sums, the loop would measure that latency.
+"""
 ROUNDS = 1_000_000
 
 
 def _loop(code: VectorCode, count: Any, address: Any, kind: Any, product: Callable[[Any, Any, Any], Any]) -> None:
-    """Generate a loop that adds the product of two loaded vectors to each sum, and store what the sums amount to."""
+    """Generate a loop that adds the product of two loaded vectors to each sum, and code that stores the total."""
     pointer = code.builder.inttoptr(address, BYTES)
     first, second, *sums = [code.load(code.gep(pointer, place * PLANE), kind) for place in range(2 + SUMS)]
 
@@ -75,14 +77,14 @@ if best_dot() in (DOT_OF_OCTETS, DOT_OF_SIGNED):  # others need several instruct
 
 
 class VectorProducts:
-    """Runs a loop of a data type of ``LOOPS``."""
+    """Runs the loop of ``LOOPS`` for a data type."""
 
     def __init__(self, data_type: str) -> None:
         self._loop, products = LOOPS[data_type]
         self._numbers = np.zeros((2 + SUMS) * PLANE, np.uint8)
         self._loop(0, self._numbers.ctypes.data)  # compiles it
         self.products = products * ROUNDS
-        """Products of a run."""
+        """Number of products of a run."""
 
     def run(self) -> None:
         self._loop(ROUNDS, self._numbers.ctypes.data)

@@ -59,7 +59,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Run:
-    """What one engine answered in a batch size: token ids, seconds of CPU time, and the drafter's share and counts."""
+    """Answers of one engine in one batch size: token ids, CPU seconds, and the drafter's CPU seconds and counts."""
 
     ids: list[list[int]]
     seconds: float
@@ -102,7 +102,7 @@ def expanded(folder: Path, dtype: str) -> Path:
 
 
 class Engine:
-    """An engine in a process of its own, which imports vLLM before hdtool."""
+    """vLLM engine in a separate process, which imports vLLM before hdtool."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._asked, asked = Pipe()
@@ -120,7 +120,7 @@ class Engine:
         self._asked.send({"waves": waves, "at a time": [max(batches), *batches]})
 
     def wait(self) -> dict[str, Any]:
-        """Return the answers to what was asked last."""
+        """Wait for the answers to the last request, and return them."""
         answered: dict[str, Any] = self._asked.recv()
         self._counted = answered["counted"][-1]
         return answered
@@ -130,7 +130,7 @@ class Engine:
         self._process.wait()
 
     def measure(self, prompts: list[list[int]], batch: int, tokens: int) -> Run:
-        """Answer the questions of a batch size."""
+        """Answer the questions of a batch size, and return the answers with their times."""
         before = self._counted
         self._asked.send({"waves": [wave(prompts[: QUESTIONS[batch]], tokens, LENGTHS)], "at a time": [batch]})
         answered = self.wait()

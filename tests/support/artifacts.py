@@ -1,4 +1,4 @@
-"""An artifact of files that are joined."""
+"""Artifact whose content is its joined source files."""
 
 from __future__ import annotations
 

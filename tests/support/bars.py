@@ -22,7 +22,7 @@ class CountedBar(progress.ProgressBar):
 
 
 def counted_bars(monkeypatch: pytest.MonkeyPatch) -> list[CountedBar]:
-    """The bars that are opened from now on."""
+    """Return a list to which every bar that is opened from now on is added."""
     bars: list[CountedBar] = []
 
     def opened(bar: Any) -> CountedBar:

@@ -138,7 +138,7 @@ class Page:
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Connection]:
-    """Run the browser with a fresh profile."""
+    """Run the browser with its profile in the folder ``profile``, and yield a connection to it."""
     assert BROWSER
     (commands_out, commands), (events, events_in) = os.pipe(), os.pipe()
     passed = [fcntl(end, F_DUPFD_CLOEXEC, 10) for end in (commands_out, events_in)]  # clear of the numbers to pass

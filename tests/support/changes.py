@@ -12,7 +12,7 @@ from hdtool.runtime.kernels.compact_weight import expand_compact
 
 
 class Adapter(Module):
-    """A product of low rank beside a layer, as LoRA has."""
+    """Linear layer with a low-rank product added to its output, as in LoRA."""
 
     def __init__(self, base: Linear) -> None:
         super().__init__()
@@ -69,13 +69,13 @@ def with_weights_of(module: Any) -> None:
 
 
 def with_transposed_weight(model: Any) -> None:
-    """It lies where it was."""
+    """Transpose a weight, which keeps its memory if it is in float32."""
     weight = model.model.layers[0].self_attn.q_proj.weight
     weight.data = expand_compact(weight).data.t()
 
 
 def with_fewer_units(model: Any) -> None:
-    """The parts of weights in float32 lie where the whole ones began."""
+    """Halve the MLP's units; weights in float32 become views that start where the whole weights did."""
     mlp, units = mlp_of(model), mlp_of(model).up_proj.out_features // 2
     for layer in (mlp.gate_proj, mlp.up_proj):
         layer.weight.data = expand_compact(layer.weight).data[:units]

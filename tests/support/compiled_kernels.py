@@ -1,4 +1,4 @@
-"""Compile Triton kernels ahead for GPUs that are not here, and read what they take of a multiprocessor."""
+"""Compile Triton kernels ahead of time for GPUs that need not be present, and read their use of resources."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def compiled(case, kernel, kinds, constants, warps, stages=2):
 """
 
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227}
-"""KiB of shared memory that one block may have."""
+"""KiB of shared memory that a block may have, by compute capability."""
 
 
 class Compiled(NamedTuple):
-    """What a kernel takes of a multiprocessor."""
+    """Resources of a multiprocessor that a kernel uses."""
 
     registers: int
     spilled: int
-    """Bytes of a thread."""
+    """Bytes per thread."""
     shared: int
-    """Bytes of a block."""
+    """Bytes per block."""
 
 
 def compiled(code: str, capability: int, widths: tuple[int, ...], folder: Path) -> dict[str, Compiled]:
-    """By cases: kernels that a process compiled for a GPU that need not be here."""
+    """Compile the kernels of ``code`` for a GPU in another process; return their resources by case."""
     import triton
 
     command = [sys.executable, "-c", COMPILE + code, str(folder), str(capability), *map(str, widths)]

@@ -1,4 +1,4 @@
-"""What every engine must do: the tokens and logits of transformers, whatever is drafted, rolled back or batched."""
+"""Checks that an engine has the tokens and logits of transformers, whatever is drafted, rolled back or batched."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.trees import WrongDrafter, path_to, tokens_to, trees
 
 MAX_NEW_TOKENS = 20
 BUSH = DraftTree.of(3, [5, 8, 13, 21, 34, 55, 2, 9, 11], [ROOT, 0, 0, 2, ROOT, 4, 2, 3, ROOT])
-"""Several nodes have several children, and later nodes follow earlier ones."""
+"""Tree in which several nodes have several children, not all of them adjacent."""
 
 
 def prompts_of_any_length(engine: Engine) -> None:
@@ -57,7 +57,7 @@ def drafts_that_lie(engine: Engine) -> None:
 
 
 def nodes_of_trees(engine: Engine) -> None:
-    """Each node has the logits of its path, also in the next tree, after any path was accepted."""
+    """Check that each node has the logits of its path, also in the next tree, after any path was accepted."""
     one = OneSequence(engine.target)
 
     @settings(max_examples=6, deadline=None)
@@ -81,7 +81,7 @@ def nodes_of_trees(engine: Engine) -> None:
 
 
 def slots(engine: Engine) -> None:
-    """Trees of several slots, of which one takes over the context of another."""
+    """Check trees of several slots, one of which takes over the context of another."""
 
     @settings(max_examples=4, deadline=None)
     @given(st.lists(st.tuples(trees(VOCABULARY, max_nodes=8), st.integers(1, 60)), min_size=1, max_size=4), st.data())
@@ -107,7 +107,7 @@ def slots(engine: Engine) -> None:
 
 
 def requests(engine: Engine) -> None:
-    """Answers of different lengths leave a batch and others take their slots."""
+    """Check a batch whose answers have different lengths, and in which waiting requests take the slots freed."""
     prompts = [prompt_of(length) for length in (9, 31, 4, 17, 60, 2, 25)]
     for sampling in (GREEDY, SAMPLINGS["T 0.7"]):
         expected = {n: answer_of(engine.target, prompt, sampling, 3 + 4 * n) for n, prompt in enumerate(prompts)}
@@ -122,7 +122,7 @@ def requests(engine: Engine) -> None:
 
 
 def turns(engine: Engine) -> None:
-    """A later turn goes on from the first one, in a slot that other conversations, shorter ones as well, use."""
+    """Check that a later turn continues from the first one, in a slot that other conversations also use."""
     target, prompt = engine.target, prompt_of(45)
     first = answer_of(target, prompt)
     again = [*prompt, *first, *prompt_of(9)]
@@ -150,7 +150,7 @@ def reading_on(engine: Engine) -> None:
 
 
 def overflows(engine: Engine) -> None:
-    """A pass with logits that are no numbers is computed again, without drafts."""
+    """Check that ``recompute`` gives correct logits without drafts although NaN is left in the KV cache."""
     for count, slot in ((1, 0), (3, 1)):
         cache, context = engine.target.allocate(count), prompt_of(15)
         for each in range(count):
@@ -166,7 +166,7 @@ def overflows(engine: Engine) -> None:
 
 
 def growth(engine: Engine) -> None:
-    """A cache grows without losing what it holds."""
+    """Check that a cache grows without losing what it holds."""
     target, cache, context = engine.target, engine.target.allocate(2), prompt_of(20)
     target.prefill(cache, 0, context)
     target.prefill(cache, 1, prompt_of(6))
@@ -181,7 +181,7 @@ def growth(engine: Engine) -> None:
 
 
 def same_bits(engine: Engine) -> None:
-    """A row has the same bits in a tree, alone, in a prompt, in a batch, and after an accepted path of a tree."""
+    """Check that a row has the same bits in a tree, alone, in a prompt, in a batch, and after an accepted path."""
     target, context = engine.target, prompt_of(40)
     of_tree = after(engine.target, context).verify(BUSH).clone()
     for node in range(len(BUSH)):
@@ -203,7 +203,7 @@ def same_bits(engine: Engine) -> None:
 
 
 def same_bits_of_prompts(engine: Engine) -> None:
-    """However a prompt is cut, and however many threads compute it and a tree after it."""
+    """Check that logits have the same bits however a prompt is cut, and with any number of threads."""
     prompt, threads = prompt_of(PROMPT_CHUNK + 40), torch.get_num_threads()
     whole = after(engine.target, prompt)
     expected = whole.verified.logits.clone(), whole.verify(BUSH).clone()
@@ -237,7 +237,7 @@ CHECKS: tuple[Check, ...] = (
     same_bits_of_prompts,
 )
 FURTHER_CHECKS: tuple[Check, ...] = prompts_of_any_length, reading_on, overflows, growth
-"""Checks that say little about a family."""
+"""Checks whose results hardly depend on the model family."""
 
 
 OF_BITS: tuple[Check, ...] = same_bits, same_bits_of_prompts

@@ -101,9 +101,9 @@ def assert_answers_of_batch(
     *,
     more: int = 0,
 ) -> None:
-    """Assert that answers in fewer slots than there are have the tokens of answers alone.
+    """Assert that prompts get the same answers in a batch with fewer slots than prompts as each gets alone.
 
-    Each has ``more`` tokens than the one before.
+    Each answer has ``more`` tokens than the one before.
     """
     lengths = [max_new_tokens + more * number for number in range(len(prompts))]
     asked = zip(prompts, drafters, lengths, strict=True)

@@ -1,4 +1,4 @@
-"""Tiny models of the families in ``FAMILIES`` other than Llama, with correct and wrong descriptions."""
+"""Tiny models of the families that hdtool's programs describe, other than Llama, and targets that run them."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ SIDE: dict[str, Any] = {
     "time_step_min": 1e-9,
     "initializer_range": 0.1,  # with a larger range, these layers amplify rounding
 }
-"""Blocks of attention and MLP beside mixers, of which the first is used in two layers."""
+"""Settings of a model with blocks of attention and MLP beside mixers; its first block is used in two layers."""
 
 
 def nemotron_h(**changes: Any) -> PreTrainedModel:
@@ -350,7 +350,7 @@ CHANNEL_DELTA: dict[str, Any] = {
     "mlp_layer_types": ["dense", "sparse", "sparse"],
     "num_hidden_layers": 3,
 }
-"""Delta attention, whose states have a decay for each channel of the keys, beside latent attention."""
+"""Settings of delta attention, whose states have a decay for each channel of the keys, beside latent attention."""
 KIMI: dict[str, Any] = {**CHANNEL_DELTA, "linear_num_heads": 3, "linear_head_dim": 64}
 LATENT_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "deepseek_v2": lambda: random_model("DeepseekV2", **{**LATENT, "q_lora_rank": None}, **LATENT_EXPERTS),

@@ -51,7 +51,7 @@ Answers = dict[str, Any]
 
 
 def families(*names: str) -> Answers:
-    """Run the suite of engines with a family, whose logits and answers are those of the CPU."""
+    """Check that families have the CPU's logits and answers on the device, with the checks of ``conformance``."""
     install()
     found = {}
     for name in names:

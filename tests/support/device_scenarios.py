@@ -236,7 +236,7 @@ def sampled() -> dict[str, Any]:
 
 
 def interleaved(family: str) -> dict[str, Any]:
-    """Let answers take turns, of which some have drafters that are made meanwhile and capture steps again."""
+    """Interleave answers, some of which have drafters that are made meanwhile and capture steps again."""
     install()
     target = Target(on_device(model_of(family)))
 
@@ -252,7 +252,7 @@ def with_heads(target: Target, config: HeadsConfig = HEADS) -> Drafter:
 
 
 def heads(make: Callable[[Target], Drafter] = with_heads, model: PreTrainedModel | None = None) -> dict[str, Any]:
-    """Answer with drafts of heads, whose passes are captured too; or with those of another drafter, or model."""
+    """Answer twice with the drafts of a drafter, by default of heads, whose passes are captured too."""
     model = model or model_of("llama")
     expected = plain(model, GREEDY)
     install()
@@ -329,7 +329,7 @@ def blocks() -> dict[str, Any]:
 
 
 def hidden_without_extents() -> dict[str, Any]:
-    """An answer with drafts of heads, whose hidden states have a pass without extents captured once more."""
+    """Answer with drafts of heads by a pass without extents, which is captured once more to return hidden states."""
     model = model_of("llama")
     expected = plain(model, GREEDY)
     install()

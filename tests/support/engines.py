@@ -39,16 +39,16 @@ PACKED = [one.name for one in GGUF_FORMATS] if EXPANDS_FLOAT16 else []
 
 @dataclass(frozen=True)
 class Engine:
-    """A target, and transformers' model with its weights."""
+    """Target, and transformers' model with the same weights."""
 
     target: Target
     model: Any
     is_in_use: Callable[[Target], bool] = lambda target: True
-    """Whether the engine in question, and not transformers' code, still computes the passes."""
+    """Function that returns True if this engine, and not transformers' code, still computes the passes."""
     passes: Callable[[Target], int] = lambda target: target.log.passes
-    """Number of passes that this engine has computed."""
+    """Function that returns the number of passes that this engine has computed."""
     is_rounded: bool = False
-    """Whether it rounds activations, so that transformers' logits are near its own and no more."""
+    """True if the engine rounds activations, so that its logits only approximate those of transformers."""
 
 
 def stock(family: str, dtype: torch.dtype = torch.float32) -> Engine:
@@ -57,7 +57,7 @@ def stock(family: str, dtype: torch.dtype = torch.float32) -> Engine:
 
 
 def in_levels(family: str) -> Engine:
-    """As if nobody had described the mixers of the model."""
+    """Create an engine as if hdtool had no description of the model's mixers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recurrences, "described_mixers", lambda model, shapes: {})
         return stock(family)
@@ -96,7 +96,7 @@ def compiled_program(name: str) -> Engine:
 
 
 def packed(kind: str, activations: str = "float32") -> Engine:
-    """Weights in the blocks of a GGUF file; heads are as wide as vectors."""
+    """Create an engine whose weights stay in the blocks of a GGUF file, with heads as wide as vectors."""
     model = tiny_llama(hidden_size=256, intermediate_size=512)
     with TemporaryDirectory() as folder:
         file = write_gguf(Path(folder) / "tiny.gguf", model, kind)
@@ -138,5 +138,5 @@ OF_FAMILIES: dict[str, Callable[[], Engine]] = {
 
 @cache
 def engine_of(name: str) -> Engine:
-    """Create an engine once, which compiles or captures and proves it."""
+    """Return an engine by name; it is created, with its compilation or captures and its proofs, only once."""
     return (CORE | OF_FAMILIES)[name]()

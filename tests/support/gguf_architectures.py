@@ -184,7 +184,7 @@ def write_architecture(path: Path, case: str, *kinds: str, tensors_of_part: int 
     """Write a file with matrices in the formats ``kinds``; return the configuration as transformers reads it.
 
     With several formats, even projections that become one weight differ in theirs. A matrix whose rows are no whole
-    number of blocks is in Q8_0 or in float32. With ``tensors_of_part``, write parts of so many tensors.
+    number of blocks is in Q8_0 or in float32. ``tensors_of_part`` splits the file into parts of so many tensors.
     """
     architecture = ARCHITECTURES[case]
     settings = settings_of(architecture)

@@ -20,7 +20,7 @@ from tests.support.packed_blocks import NAMES, some_matrix
 TEMPLATE = (demo.MODEL / "chat_template.jinja").read_text()
 END_OF_TEXT, END_OF_TURN = 0, 1
 VOCABULARY = 512
-"""The first tokens of the demo model's: the library gguf takes most of a test's time to read all of them."""
+"""Number of tokens, the demo model's first; with all of them, a test would spend most of its time in gguf."""
 HEADS, KEY_VALUE_HEADS = 4, 2
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -77,8 +77,8 @@ def write_gguf(
     """Write a model with matrices in the format ``kind``.
 
     The library gguf cannot quantize to every format. In the others, the matrices are random. ``settings`` are added to
-    the file's metadata, and ``divisors`` divide the rotary frequencies. With ``max_tensors``, files in the folder have
-    so many tensors each.
+    the file's metadata, and ``divisors`` divide the rotary frequencies. ``max_tensors`` splits the model into files of
+    so many tensors.
     """
     writer = GGUFWriter(path, "llama", split_max_tensors=max_tensors)
     add_settings(writer, model.config)

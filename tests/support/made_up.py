@@ -1,4 +1,4 @@
-"""A made-up model unlike Llama, whose modules pass for those of a package of transformers, and its row in the table.
+"""Made-up model unlike Llama, whose modules pass for those of a package of transformers, and its description.
 
 Norms follow attention and MLP, each head has an output gate, the later half of the layers reads the keys and values of
 earlier ones, and every other layer has a mixture of experts in place of its MLP.

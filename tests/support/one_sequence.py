@@ -28,7 +28,7 @@ class OneSequence:
         return self.cache.slots[0].length
 
     def prefill(self, context: Sequence[int], start: int = 0, *, room: int = 64) -> torch.Tensor:
-        """Read a context, except its first ``start`` tokens, and return the logits ``[1, vocabulary]`` after it."""
+        """Read tokens after the first ``start`` cached ones, and return the logits ``[1, vocabulary]`` after them."""
         self.target.notice_changes()
         self.verified = self.target.prefill(self.cache, 0, context, start, room=room)
         return self.verified.logits

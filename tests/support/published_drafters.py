@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of published drafter architectures, for a target, and parts of slow readings of them."""
+"""Tiny random checkpoints of published drafter architectures for a target, and parts of slow reference code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def six_layers(kind: str = "Llama") -> PreTrainedModel:
 
 
 def few_words(model: PreTrainedModel) -> PreTrainedModel:
-    """Let a model say a few of its words only, so that some drafts are accepted by chance."""
+    """Make a model favor three tokens, so that some drafts are accepted by chance; return the model."""
     with torch.no_grad():
         head: Any = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(head.weight.clone())

@@ -21,9 +21,10 @@ Settings = LlamaConfig | Lfm2Config | GptOssConfig
 
 
 def write_random_gguf(path: Path, settings: Settings, kind: str, embedding: str) -> Path:
-    """Write a model with random blocks.
+    """Write a model with random matrices in the format ``kind``.
 
-    ``embedding`` is the format of the embedding and a tied output layer, and of all matrices beside experts.
+    ``embedding`` is the format of the embedding table and, in a model with experts, of all matrices but the experts and
+    the routers.
     """
     writer = GGUFWriter(path, settings.model_type.replace("_", "-"))
     add = {"lfm2": _add_lfm2, "gpt_oss": _add_gpt_oss}.get(settings.model_type, _add_llama)

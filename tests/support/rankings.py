@@ -10,7 +10,7 @@ from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Proposa
 
 
 def assert_as_in_turn(module: DraftModule, first: Ranked, proposal: Proposal) -> None:
-    """Assert that a module ranks the same after each path of a proposal, whose paths are the best ones."""
+    """Assert that a proposal has the best paths, with the rankings that a module's passes give after each path."""
     assert_equal(proposal, slice(0, 1), first)
     best, path_probs = proposal.tokens.shape[1], np.ones(len(proposal.tokens))
     for depth in range(1, proposal.depths.max() + 1):

@@ -1,4 +1,4 @@
-"""Weights as the library's own loading gives them, and how a store's differ from them."""
+"""Weights as transformers loads them, and their differences from those that hdtool reads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hdtool.runtime.weights.weight_store import WeightStore
 
 
 class UnreadableError(Exception):
-    """Raised when the library lacks weights of a checkpoint, or has some left over."""
+    """Raised when transformers misses weights in a checkpoint, or has some left over."""
 
 
 def loaded_by_library(path: Path, settings: Any = None) -> PreTrainedModel:
-    """Load a checkpoint's folder, or a GGUF file, in float32."""
+    """Load a checkpoint's folder, or a GGUF file, in float32 with transformers."""
     options: dict[str, Any] = {}
     if path.suffix == ".gguf":
         options = {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}

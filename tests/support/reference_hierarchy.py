@@ -91,7 +91,7 @@ class Node:
     matches: list[tuple[int, int]] = field(default_factory=list)
     """Matches in the conversation: index of the next token, and length of the match."""
     capped: set[int] = field(default_factory=set)
-    """Those of ``matches`` that were found by a search for shorter ones. They count as short, whatever their length."""
+    """Indices of ``matches`` found by a search for shorter ones; they count as short matches, whatever their length."""
     shortest: int = 1
     """Length from which all matches have been searched."""
     history_matches: list[tuple[list[int], int]] = field(default_factory=list)

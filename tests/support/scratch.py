@@ -40,7 +40,7 @@ COMMANDS = {
     "a build at home": "build-model-db {inputs} --model {model} --replace --quiet",
     "a cost at home": COST + " --out {root}/costs",
 }
-"""Commands that write to ``out``, by name."""
+"""Templates of commands that write files, by name."""
 INPUTS = {"model": ("answers.jsonl", "more.jsonl"), "corpus": ("corpus.txt", "more.txt")}
 """Names of the two inputs of a store, by its kind."""
 FIRST, BOTH = slice(1), slice(2)
@@ -79,7 +79,7 @@ class Scratch:
         return self.root / "stores" / kind / name
 
     def command(self, name: str, out: Path, kind: str = "corpus", inputs: slice = FIRST) -> list[str]:
-        """Return the arguments of a command with stores of a kind; a build reads these of their inputs."""
+        """Return the arguments of a command on stores of ``kind``; ``inputs`` selects the inputs that a build reads."""
         builds_model = COMMANDS[name].startswith("build-model-db")
         first, more = (self.inputs / each for each in INPUTS["model" if builds_model else kind])
         places: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""A server that shows the chat page and answers it as a test says, where hdtool's own would take a model and luck."""
+"""Server that shows the chat page and gives the answers that a test scripts, without a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.http_server import serving
 
 Row = dict[str, Any]
 Answer = Callable[[Row], Iterable[Row]]
-"""Returns the events of the answer to a request."""
+"""Function that returns the events of the answer to a request."""
 STATE: Row = {
     "model": "demo",
     "answers": {"running": 0, "waiting": 0, "max_running": 8},
@@ -33,7 +33,7 @@ def step(*tokens: tuple[str, str], finish: str | None = None) -> Row:
 
 
 class ScriptedServer(ThreadingHTTPServer):
-    """Answers chats by ``answer``; an answer that raises ConnectionError breaks off."""
+    """Server that answers chats with the function ``answer``; if that raises ConnectionError, the answer breaks off."""
 
     daemon_threads = True
 
@@ -53,7 +53,7 @@ class ScriptedServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that are gone."""
+        """Ignore errors, such as those of clients that have disconnected."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""A folder of files that are named like modules and leave a mark when they are executed."""
+"""Files that are named like modules, and leave a mark when they are executed."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def check_integrity(tree: DraftTree) -> None:
 
 
 def step_of(rows: int, lengths: list[int]) -> StepTensors:
-    """Trees after contexts of these lengths, the first with all rows, and a path to move in the first slot."""
+    """Return a step's tensors: trees after contexts of these lengths, the first with all rows, and a path to move."""
     step = StepInput(torch.device("cpu"), len(lengths))
     for slot, length in enumerate(lengths):
         nodes = rows - 1 if slot == 0 else (rows - 1) // 2

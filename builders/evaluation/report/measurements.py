@@ -73,7 +73,7 @@ class BenchMeasurements:
         return tuple(shares for shares in method_shares if len(shares.sources) > 1)
 
     def drafted_answers(self, method: str, questions: Sequence[Prompt]) -> Iterator[DraftedAnswer]:
-        """Yield the method's answers to the questions; no answers of peers, which do not tell who drafted a token."""
+        """Yield the method's answers with the source of each token; none for peers, which do not report sources."""
         rows = self.results.answers[method]
         for question, row in zip(questions, rows, strict=False):  # a benchmark may be incomplete
             texts = [question.messages[-1]["content"], *question.later_turns]

@@ -100,7 +100,7 @@ def replay_page(
     tokenizer: PreTrainedTokenizerBase,
     command: str,
 ) -> Page:
-    """Return the page of a replay; ``warm`` lists the files given with ``--warm``, ``questions`` those of all turns."""
+    """Return the page of a replay; ``warm`` names the files of ``--warm``, and ``questions`` has one text per turn."""
     first, shown = next(iter(results.values())), headline_result(results, curve)
     most = FIXED_BUDGET if draft_tokens is None else draft_tokens
     by_cost = draft_tokens is None and curve is not None

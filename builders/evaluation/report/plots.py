@@ -150,7 +150,7 @@ def temperatures(data: Speeds, axes: Axes, theme: Theme) -> None:
 
 
 def shares(data: SourceShares, axes: Axes, theme: Theme) -> None:
-    """Draw three bars per source, in percent: steps with a draft, drafts with an accepted token, and accepted tokens.
+    """Draw three bars per source, in percent: steps with a draft, steps with an accepted token, and accepted tokens.
 
     The percentages refer to all steps, to the steps with a draft, and to the drafted tokens.
     """

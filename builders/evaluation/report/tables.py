@@ -26,7 +26,7 @@ class Durations:
     """By method, for each answer: number of tokens, duration in seconds, and seconds to the first token, if known."""
 
     def rates(self, method: str) -> tuple[float | None, float | None]:
-        """Return ``(seconds to the first token, seconds per token after it)``, each None if unknown."""
+        """Return the means ``(seconds to the first token, seconds per token after it)``, each None if unknown."""
         known = [(tokens, seconds, first) for tokens, seconds, first in self.answers[method] if first is not None]
         later = sum(tokens - 1 for tokens, _, _ in known)
         return (
