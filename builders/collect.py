@@ -75,10 +75,7 @@ class GenerationFile:
 
     @contextmanager
     def open(self, prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
-        """Lock the file, cut off a torn last line, and yield the prompts that have no answer in the file yet.
-
-        Raises a ``PromptError`` as ``check`` does, or if another process holds the lock or the file cannot be written.
-        """
+        """Lock the file, cut off a torn last line, and yield the unanswered prompts; if locked, raise PromptError."""
         busy = PromptError(f"another collect is writing {self.path}: wait for it, or choose another --out")
         with self._errors_worded():
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,10 +184,7 @@ class RankingRecorder:
 
 
 def collect(answerer: Answerer, prompts: Sequence[Prompt], file: GenerationFile) -> Iterator[int]:
-    """Add the answers that ``file`` lacks, and yield the number of answered prompts at the start and after each prompt.
-
-    Raises KeyboardInterrupt if Ctrl-C interrupts an answer, which is then not recorded.
-    """
+    """Add the answers that ``file`` lacks; yield the number of answered prompts. Ctrl-C raises KeyboardInterrupt."""
     with file.open(prompts) as left:
         done = len(prompts) - len(left)
         yield done

@@ -60,11 +60,7 @@ def generate(*arguments: Any, model: Any, **options: Any) -> Any:
 
 
 def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: StoresConfig) -> list[Path]:
-    """Write a model folder that drafts with hdtool; return the model files that it links to.
-
-    Raises a ModelError if the model cannot be exported or ``out`` cannot be written, and a StoreError if a named store
-    does not fit.
-    """
+    """Write a model folder that drafts with hdtool, or raise HdtoolError; return the model files that it links to."""
     code = OutputFile(out / CODE_FILE, "a file of hdtool export", _is_ours, ModelError)
     requirements = OutputFile(out / REQUIREMENTS_FILE, "a file of hdtool export", _is_our_list, ModelError)
     _check_destination(out)

@@ -150,10 +150,7 @@ class Recordings:
         return [one.messages[answer.message_index - 1]["content"] for one in self.traces for answer in one.answers]
 
     def turns(self, reader: TurnReader) -> list[list[RecordedTurn]]:
-        """Return the turns of each conversation that can be replayed, and remove the others from ``traces``.
-
-        Raises RecordError if the share of unusable records exceeds ``max_bad_fraction``.
-        """
+        """Return each replayable conversation's turns; drop the other traces, of which too many raise a RecordError."""
         from hdtool.cli.store_output import print_left_out
 
         usable = list(reader.usable(with_progress(self.traces, "conversations"), self._tally)) if self.traces else []

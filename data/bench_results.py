@@ -122,10 +122,7 @@ class ResultFolder:
     """Writer of a benchmark's answers to a results folder that the caller has locked."""
 
     def __init__(self, folder: Path, run: BenchRun, ids: Sequence[int | str]) -> None:
-        """Start a run over the questions ``ids``, or resume the folder's run.
-
-        Raises ResultError if the folder's run has other options, surroundings or questions.
-        """
+        """Start a run over the questions ``ids``, or resume the folder's; raise ResultError if that is another run."""
         self.folder = folder
         self.run = run
         self.answered = self._resume(ids)

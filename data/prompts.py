@@ -125,10 +125,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
-        """Create a grammar of the JSON that is valid under ``schema``.
-
-        Raises PromptError if ``schema`` is not valid JSON, or neither an object nor a boolean. Keywords aren't checked.
-        """
+        """Create a grammar of the JSON valid under ``schema``; raise PromptError unless it is an object or a boolean."""
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
             text = json.dumps(parsed, ensure_ascii=False)

@@ -115,10 +115,7 @@ class SideBySide:
 
 
 def median_figures(rounds: Sequence[AnsweredTurn], device: torch.device) -> Figures:
-    """Return the last round's figures with the median times.
-
-    CPU time is the wall time if it was not measured, or if ``device`` is not the CPU.
-    """
+    """Return the last round's figures with the median times; unless measured on a CPU, CPU time is the wall time."""
     seconds = median(turn.seconds for turn in rounds)
     measured = [turn.cpu_seconds for turn in rounds if turn.cpu_seconds is not None and device.type == "cpu"]
     return replace(Figures.of(rounds[-1:]), seconds=seconds, cpu_seconds=median(measured) if measured else seconds)

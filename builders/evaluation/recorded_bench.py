@@ -95,10 +95,7 @@ def recorded_benchmark(
 
 
 def _careful(name: str, new: Callable[[], Reproducing], failed: set[str]) -> Reproducing:
-    """Return a new contender that, if it fails, prints a note, adds its name to ``failed`` and answers nothing more.
-
-    An ``HdtoolError`` is not caught.
-    """
+    """Return a new contender that notes its first error other than an ``HdtoolError`` and then answers nothing."""
     contender = new()
 
     def answer(turn: RecordedTurn) -> Sequence[AnsweredTurn]:

@@ -24,10 +24,7 @@ from hdtool.runtime.target.load import Loaded
 
 
 def with_model_drafters(decoding: DecodeConfig, loaded: Loaded, folder: Path | None) -> DecodeConfig:
-    """Return ``decoding`` with the heads in ``folder`` that fit the model and, unless it has one, the first drafter.
-
-    Heads and drafters are subfolders of ``folder``; small models among them are ignored. If it is None, nothing is added.
-    """
+    """Return ``decoding`` with the fitting heads in ``folder`` and, if it names no drafter, the first one there."""
     target = fingerprint(loaded.target.model)
     heads, drafter = list[str](), decoding.drafter
     drafter_folders = (

@@ -76,10 +76,7 @@ class WorkFolder:
 
     @contextmanager
     def opened(self) -> Iterator[WorkFolder]:
-        """Create the folder if needed, lock it in the ``with`` block, and read its results.
-
-        Raises a ``ResultError`` if another process holds the lock, or if the folder cannot be written.
-        """
+        """Create the folder if needed, lock it or raise a ``ResultError``, and read its results."""
         busy = ResultError(f"another setup of these logs is running in {self.path}: wait for it")
         with ExitStack() as held:
             with os_errors_as(ResultError, f"{self.path} cannot be written", WRITE_ADVICE):

@@ -62,7 +62,7 @@ class Table:
 
 
 def clock_of(threads: int) -> Callable[[], float]:
-    """Return the clock of a measurement: CPU time with one thread, as others disturb it little, else wall-clock time."""
+    """Return the clock of a measurement: CPU time with one thread, as others disturb it little, else wall time."""
     return time.process_time if threads == 1 else time.perf_counter
 
 
@@ -167,10 +167,7 @@ def on_prompts(contender: Contender) -> Callable[[], Answering[list[int]]]:
 def on_numbered_prompts(
     contender: DraftingContender, prompts: Sequence[list[int]], sampling_of: Callable[[int], SamplingConfig]
 ) -> Callable[[], Answering[int]]:
-    """Return a function that makes the contender for an experiment whose questions are indices in ``prompts``.
-
-    ``sampling_of`` returns the sampling settings for an index.
-    """
+    """Return a function that makes the contender for an experiment whose questions are indices in ``prompts``."""
 
     def new() -> Answering[int]:
         fresh = contender.fresh()
