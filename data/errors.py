@@ -33,7 +33,7 @@ SPARE_BYTES = 1 << 26
 
 
 def require_room(name: str, needed: int, folder: Path, variable: str) -> None:
-    """Raise ModelError if ``folder`` has no room for ``needed`` bytes; ``variable``, which the message names, sets it."""
+    """Raise ModelError if ``folder`` lacks room for ``needed`` bytes; the environment variable ``variable`` sets it."""
     if (free := shutil.disk_usage(folder).free) < needed + SPARE_BYTES:
         raise ModelError(
             f"{name} needs {needed:,} bytes in {folder}, whose disk has {free:,}: make room, or let {variable} name a "

@@ -125,7 +125,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
-        """Create a grammar of the JSON valid under ``schema``; raise PromptError unless it is an object or a boolean."""
+        """Create a grammar of the JSON valid under ``schema``; raise PromptError unless it is an object or boolean."""
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
             text = json.dumps(parsed, ensure_ascii=False)

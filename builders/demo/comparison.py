@@ -27,7 +27,7 @@ from hdtool.runtime.target.load import Loaded
 
 PLAIN, DRAFTED = "plain", "drafted"
 MAX_ROUNDS = 3
-"""Number of times that each question is answered by both methods, if there is time."""
+"""Maximum number of times that both methods answer a question."""
 SECONDS_PER_QUESTION = 2.5
 """Seconds after which no further round of a question begins."""
 ENGINE_TOKENS = 32

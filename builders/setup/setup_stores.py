@@ -26,7 +26,7 @@ class SetupStores:
 
     folders: Mapping[str, Path]
     inputs: Mapping[str, Callable[[], Sequence[Path]]]
-    """Functions that return the text files of each store; the parts of logs are known only after the logs were read."""
+    """Functions that return the text files of each store; the parts of logs are known only after the logs are read."""
     model: str
     replace: bool
     """True if stores that another command built may be replaced."""

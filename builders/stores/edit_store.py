@@ -223,7 +223,7 @@ def drop(folder: Path, name: str) -> DropResult:
 
 
 def _selected(folder: Path, shares: Sequence[InputShare], name: str) -> tuple[InputShare, ...]:
-    """Return the shares of the source that ``name`` selects; raise a StoreError if that is none or not unique."""
+    """Return the shares of the source that ``name`` selects; raise a StoreError if it selects none or several."""
     recorded = recorded_name(name)
     selected = [share for share in shares if share.name == recorded]
     advice = "by its hash"

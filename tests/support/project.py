@@ -13,5 +13,5 @@ FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.
 
 
 def blocks_of(text: str, language: str) -> list[str]:
-    """Return the fenced blocks of a page in a language, which is empty for commands and what they print."""
+    """Return a page's fenced blocks in ``language``, which is empty for commands and what they print."""
     return [block for _, found, block in FENCED.findall(text) if found == language]

@@ -37,7 +37,7 @@ def loaded_by_library(path: Path, settings: Any = None) -> PreTrainedModel:
 
 
 def store_differences(store: WeightStore, expected: PreTrainedModel) -> list[str]:
-    """Return a line for each weight that a store lacks, has beside the model's, or reads as other bits."""
+    """Return a line for each weight that a store lacks, has in addition, or reads as other bits."""
 
     def read(name: str) -> torch.Tensor:
         numbers = store.numbers(name)
