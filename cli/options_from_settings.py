@@ -152,7 +152,7 @@ Prediction = Annotated[
     Path | None,
     Option(
         Panel.INPUT,
-        "File with what the answer will probably look like; hdtool drafts from it, and the model never reads it.",
+        "File with what the answer will probably look like; hdtool drafts from it, but it is not part of the prompt.",
         use=Use(
             rare=True,
             methods=HIERARCHIES,

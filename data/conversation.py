@@ -150,7 +150,10 @@ CALL_KEYS = ("tool_calls", "function_call", "refusal")
 """Keys whose presence allows a message to lack text."""
 REASONING_TYPES = ("reasoning", "thinking", "redacted_thinking", "summary_text", "reasoning_text")
 """Types of message parts that do not belong to the answer."""
-ITEM_ROLES = {"function_call": ASSISTANT, "custom_tool_call": ASSISTANT, "function_call_output": TOOL}
+ITEM_ROLES = {
+    **dict.fromkeys(("function_call", "custom_tool_call"), ASSISTANT),
+    **dict.fromkeys(("function_call_output", "custom_tool_call_output"), TOOL),
+}
 """Roles of the Responses API's items that are not messages."""
 
 

@@ -24,7 +24,8 @@ class BeforeStop:
             return "" if self.found else text
         text = self._held + text
         starts = {start: stop for stop in reversed(self._stops) if (start := text.find(stop)) >= 0}
-        end = min(starts, default=len(text) - (0 if is_last else partial_stop_length(text, self._stops)))
+        complete = len(text) - (0 if is_last else partial_stop_length(text, self._stops))
+        end = min((*starts, complete))  # a stop string that begins earlier may yet be completed
         self.found, self._held = starts.get(end), text[end:]
         return text[:end]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hdtool.cli.app import run
-from hdtool.data.conversation import ROLE_NAMES
+from hdtool.data.conversation import ASSISTANT, ROLE_NAMES, TOOL, USER, Turn, message_turns
 from hdtool.data.prompts import read_prompts
 from hdtool.data.texts_and_traces import read_traces
 from tests.support.project import ROOT
@@ -127,3 +127,20 @@ def test_a_data_set_that_is_none(
     )
     assert run(["convert", name, "--out", str(tmp_path / "out.jsonl")]) == 1
     assert said in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_calls_and_outputs_of_tools_are_turns() -> None:
+    """Items of the Responses API that are no messages: calls of functions and free-form tools, and their outputs."""
+    items = [
+        {"type": "custom_tool_call", "call_id": "a", "name": "patch", "input": "+b"},
+        {"type": "custom_tool_call_output", "call_id": "a", "output": "Done."},
+        {"type": "function_call", "call_id": "b", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "b", "output": "sunny"},
+    ]
+    assert message_turns([ASKED, *items], "input") == [
+        Turn(USER, "What is a list?"),
+        Turn(ASSISTANT, ""),
+        Turn(TOOL, "Done."),
+        Turn(ASSISTANT, ""),
+        Turn(TOOL, "sunny"),
+    ]

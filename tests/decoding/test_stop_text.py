@@ -23,6 +23,8 @@ QUESTIONS = ("def read(path):", "What is a list in Python?", "import os")
 
 @given(pieces=st.lists(TEXTS, max_size=8), stops=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3))
 @example(pieces=["aab"], stops=["ab"])
+@example(pieces=["ab", "a"], stops=["aba", "b"])
+@example(pieces=["ab", "b"], stops=["aba", "b"])
 @example(pieces=["a", "", "a", "b", "b"], stops=["aab", "ab"])
 def test_what_is_shown_ends_before_the_first_stop_string(pieces: list[str], stops: list[str]) -> None:
     read: list[str] = []

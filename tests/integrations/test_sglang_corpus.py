@@ -103,7 +103,7 @@ def test_tokens_without_an_embedding_are_not_drafted() -> None:
     assert drafts(one.batch_get(["a"], [[12]], [12]))[0] == [12, 13, *[PADDING_TOKEN] * 4]
 
 
-@pytest.mark.parametrize("text", ["[]", "x", '{"tokens": 1}'])
+@pytest.mark.parametrize("text", ["[]", "x", '{"tokens": 1}', '{"sources": []}'])
 def test_wrong_settings_are_refused(text: str) -> None:
     with pytest.raises(OptionError, match=SETTINGS_VARIABLE):
         SglangSettings.of({SETTINGS_VARIABLE: text})

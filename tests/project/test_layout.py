@@ -1,4 +1,4 @@
-"""The house rules: what each folder may import, how small a file may be, and what every file must have."""
+"""The house rules: what each folder may import, how long a file may be, and what every file must have."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ NOT_FOR = {
     "builders/evaluation": {"runtime/integrations"},
 }
 """What a folder must not import, beside what its top-level folder must not."""
+MAX_LINES = 500
 
 
 def module_of(path: Path) -> str:
@@ -129,3 +130,7 @@ def test_tests_do_not_import_tests() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module:
                 assert ".test_" not in f".{node.module}", f"{path.relative_to(ROOT)} imports {node.module}"
+
+
+def test_no_file_is_too_long() -> None:
+    assert not [path for path in FILES if len(path.read_text(encoding="utf-8").splitlines()) > MAX_LINES]

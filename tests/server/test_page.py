@@ -46,6 +46,7 @@ def test_the_page_and_its_headers(server: RunningServer) -> None:
     assert head.getheader("content-security-policy") == response.getheader("content-security-policy")
     status, refused = server.ask("/", {})
     assert status == 405 and "/ does not take POST" in refused["error"]["message"]
+    assert set(got(server, "POST", "/")[0].getheader("allow", "").split(", ")) == {"GET", "HEAD"}
     assert 'hdtool_requests_total{path="/",status="200"}' in server.ask("/metrics")[1]
 
 

@@ -31,6 +31,7 @@ CALL = ToolCall("f", '{"a": 1}')
 BARE = '{"name": "f", "arguments": {"a": 1}}'
 BLOCK = f"\n\n```json\n{BARE}"
 MARKED = f"<tool_call>\n{BARE}\n</tool_call>"
+NESTED = "[" * 700 + "]" * 700
 CASES: dict[str, tuple[str, str, str, list[ToolCall]]] = {
     "hermes": (
         "<tool_call>",
@@ -66,6 +67,7 @@ CASES: dict[str, tuple[str, str, str, list[ToolCall]]] = {
         [],
     ),
     "deep": ("<tool_call>", BARE.replace("1", "[" * 9**5), BARE.replace("1", "[" * 9**5), []),
+    "nested": ("<tool_call>", f"<tool_call>{NESTED}</tool_call>", f"<tool_call>{NESTED}", []),
     "no call": ("<tool_call>", "Nothing <tool here.", "Nothing <tool here.", []),
     "broken off": ("<tool_call>", 'A <tool_call>{"name": "f", "argu', 'A<tool_call>{"name": "f", "argu', []),
     "no JSON": ("<tool_call>", "A <tool_call>later</tool_call>", "A<tool_call>later", []),

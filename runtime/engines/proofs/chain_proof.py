@@ -51,7 +51,7 @@ def prove_chains(stock: StockModel, facts: ModelFacts, no_trees: FamilyError) ->
         facts = replace(facts, no_trees=no_trees, replaced=paths)
         actual = _by_chains(BackendEngine([], ChainPasses(stock, facts), stock.log), context, tokens)
         numbered, in_parts = _distances_of_prompt(stock, context)
-    except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
+    except (HdtoolError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # model code may raise any error
         raise _refused(no_trees, f"it fails on a chain of drafts ({error_reason(error)})") from error

@@ -49,7 +49,7 @@ def prove_recurrent_trees(stock: StockModel, facts: ModelFacts) -> ModelFacts:
         distance = check.distance()
     except AttentionInMixerError as error:
         raise refusal(kind, f"has layers that cannot be computed over a tree: {error}") from error
-    except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
+    except (HdtoolError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # model code may raise any error
         raise refusal(kind, f"fails on a small tree ({error_reason(error)})") from error
@@ -130,7 +130,7 @@ class _RecurrenceCheck:
         """Return True if passes over trees run without errors and their logits are within the tolerance."""
         try:
             return self.distance() <= self.tolerance
-        except (torch.OutOfMemoryError, KeyboardInterrupt):
+        except torch.OutOfMemoryError:
             raise
         except Exception:  # modules that are called in another way
             return False
@@ -163,7 +163,7 @@ class _RecurrenceCheck:
         engine.prefill(cache, 0, context[:FIRST_PART], room=len(context))
         try:
             in_parts = engine.prefill(cache, 0, context[FIRST_PART:], FIRST_PART).logits
-        except (torch.OutOfMemoryError, KeyboardInterrupt):
+        except torch.OutOfMemoryError:
             raise
         except Exception:  # model code that can only start at the first token
             return False

@@ -83,7 +83,7 @@ def prove_trees(stock: StockModel, facts: ModelFacts) -> ModelFacts:
                 facts = replace(facts, rounding=measure_rounding(model, whole, plain))
         engine = BackendEngine([], TreePasses(stock, facts), stock.log)
         (of_tree,) = logits_of(engine, context[:-1], [(tree, [])])
-    except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
+    except (HdtoolError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # model code may raise any error
         reason = error_reason(error)
@@ -104,7 +104,7 @@ def _check_long_contexts(stock: StockModel, facts: ModelFacts, tokens: Sequence[
     for context in long_contexts(stock.model, stock.windows, limit):
         try:
             of_tree, plain = context.logits(stock.forward, stock.masks, tokens, facts.shapes, used)
-        except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
+        except (HdtoolError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # model code may raise any error
             reason = f"fails on a tree {context.found_in} ({error_reason(error)}): {context.cause}"

@@ -198,5 +198,5 @@ def _refusal(error: Exception) -> RequestError:
 def _json_of(text: str) -> object:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

@@ -310,7 +310,9 @@ class Server:
         else:
             message = f"there is no {path} here: the paths are {', '.join(self._paths)}"
         self._metrics.request("other", status)
-        return _refused(request, RequestError(message, status=status))
+        refused = _refused(request, RequestError(message, status=status))
+        refused.headers.update(error.headers or {})
+        return refused
 
     async def _fault(self, request: Request, error: Exception) -> Response:
         failure = _failure()

@@ -28,6 +28,8 @@ from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.target.target import Target
 
+SHUTTING_DOWN = "the server is shutting down: ask another one, or later"
+
 
 class OverloadError(HdtoolError):
     """Raised if the server is overloaded or shutting down."""
@@ -147,7 +149,9 @@ class EngineThread:
         with self._condition:
             if len(self._waiting) + len(jobs) > self._max_waiting:
                 self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
-            if len(self._waiting) + len(jobs) > self._max_waiting or self._is_stopping:
+            if self._is_stopping:
+                raise OverloadError(SHUTTING_DOWN)
+            if len(self._waiting) + len(jobs) > self._max_waiting:
                 raise OverloadError("the server has as many requests as it accepts: ask again later")
             self._waiting.extend(jobs)
             self._condition.notify()
@@ -161,7 +165,7 @@ class EngineThread:
             self._thread.join()
 
     def _run(self) -> None:
-        error: Exception = OverloadError("the server is shutting down: ask another one, or later")
+        error: Exception = OverloadError(SHUTTING_DOWN)
         try:
             self._advance_until_stopped()
             self._end_session(error)

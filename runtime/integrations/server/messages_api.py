@@ -347,7 +347,7 @@ def _arguments(text: str) -> Any:
     try:
         value = json.loads(text)
         json.dumps(value, allow_nan=False)  # ``loads`` takes NaN and numbers that overflow
-    except ValueError:
+    except (ValueError, RecursionError):
         value = text
     return value if isinstance(value, dict) else {"arguments": value}
 

@@ -85,7 +85,7 @@ def input_of(arguments: str) -> str:
     """Extract a custom tool's input from its function's ``arguments``; if they are malformed, return ``arguments``."""
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     text = value.get(INPUT_FIELD) if isinstance(value, dict) else None
     return text if isinstance(text, str) else arguments

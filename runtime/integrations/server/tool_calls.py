@@ -237,7 +237,7 @@ class ToolCallReader:
             return text, "", []
         try:
             parts = self._read(self._parser.feed(text))
-        except ValueError:  # the answer does not follow the template, so the rest is plain text
+        except (ValueError, RecursionError):  # the answer does not follow the template, so the rest is plain text
             self._parser = None
             return self._unmarked + self._unread + text, "", []
         return self._with_unmarked(parts, is_last=False)
@@ -248,7 +248,7 @@ class ToolCallReader:
             return "", "", []
         try:
             parts = self._read(self._parser.finalize()[1])
-        except ValueError:
+        except (ValueError, RecursionError):
             return self._unmarked + self._unread, "", []
         return self._with_unmarked(parts, is_last=True)
 
@@ -298,17 +298,26 @@ def _joined(first: Parts, second: Parts) -> Parts:
 
 def calls_of(value: Any) -> list[ToolCall]:
     """Return the calls that a JSON value describes, or an empty list if it describes something else."""
-    if isinstance(value, list):
-        return [call for part in value for call in calls_of(part)]
+    calls, parts = [], [value]
+    while parts:  # not recursive, as lists may be nested deeply
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += reversed(part)
+        elif call := _call_of(part):
+            calls.append(call)
+    return calls
+
+
+def _call_of(value: Any) -> ToolCall | None:
     described = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(described, dict) or not isinstance(described.get("name"), str):
-        return []
+        return None
     given = described.get("arguments", described.get("parameters"))
     given = {} if given is None else given
     try:
         arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
         if not isinstance(json.loads(arguments or "{}"), dict):
-            return []
+            return None
     except (ValueError, RecursionError):  # JSON has neither infinities nor NaN
-        return []
-    return [ToolCall(described["name"], arguments)]
+        return None
+    return ToolCall(described["name"], arguments)

@@ -31,7 +31,8 @@ from hdtool.runtime.settings.decoding import DecodeConfig, StoresConfig
 
 LOGGER = logging.getLogger("sglang.hdtool")
 SETTINGS_VARIABLE = "HDTOOL_SGLANG"
-DRAFTING_FIELDS = ("sources", "history", "history_prompts")
+TEXT_FIELDS = ("sources", "history")
+DRAFTING_FIELDS = (*TEXT_FIELDS, "history_prompts")
 STORE_FIELDS = tuple(one.name for one in fields(StoresConfig))
 HOST_SOURCES = "context,history,model,corpus"
 """Default sources, which need neither logits nor hidden states: SGLang keeps those on the device."""
@@ -53,7 +54,11 @@ class SglangSettings:
             values: Any = json.loads(text)
         except ValueError:
             values = None
-        if not isinstance(values, dict) or not set(values) <= {*STORE_FIELDS, *DRAFTING_FIELDS}:
+        if (
+            not isinstance(values, dict)
+            or not set(values) <= {*STORE_FIELDS, *DRAFTING_FIELDS}
+            or not all(isinstance(values.get(name, ""), str) for name in TEXT_FIELDS)
+        ):
             raise OptionError(f"{SETTINGS_VARIABLE} is {text}: it must be a JSON object with any of {known}")
         drafting = {name: values[name] for name in DRAFTING_FIELDS if name in values}
         decoding = DecodeConfig(**{"sources": HOST_SOURCES, **drafting})
