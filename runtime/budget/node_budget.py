@@ -61,7 +61,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class FixedBudget(Budget):
-    """Verifies all nodes, up to a fixed number."""
+    """A budget that allows all nodes, up to a fixed number."""
 
     max_nodes: int = FIXED_BUDGET
 

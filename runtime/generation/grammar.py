@@ -87,7 +87,7 @@ class Guide:
     def forbidden(self, device: torch.device, size: int) -> torch.Tensor:
         """Return a bool tensor ``[size]`` that is True for each token that may not come next.
 
-        Raise PromptError if no token may come next.
+        Raise PromptError if no token may come next, or if computing this exceeds a limit.
         """
         is_forbidden = np.unpackbits(~self.bits(), bitorder="little")[:size].view(np.bool_)
         if len(is_forbidden) < size:  # a model may have more logits than its tokenizer has tokens

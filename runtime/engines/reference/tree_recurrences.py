@@ -25,7 +25,7 @@ class Columns(NamedTuple):
     """Columns of the state, followed by those of the rows, shape ``[..., slots, columns, channels]``."""
 
     def write(self, slot: int, rows: Sequence[int], state: torch.Tensor) -> None:
-        """Update a state ``[..., channels, columns]`` in place to that after ``rows``, a path in a slot's tree."""
+        """Update a state ``[..., channels, columns]`` in place to the state after ``rows``, a path in a slot's tree."""
         before = state.shape[-1]
         last = [*range(before), *(before + row for row in rows)][-before:]
         state.copy_(select_rows(self.columns.select(-3, slot), last, -2).mT)
