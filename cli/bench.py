@@ -23,7 +23,16 @@ from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt, interleave_categories, interleave_tasks, read_prompts
 from hdtool.runtime.settings.building import BuildConfig
 from hdtool.runtime.settings.decoding import METHODS, DecodeConfig, GrammarConfig, StoresConfig
-from hdtool.runtime.settings.measuring import COST_FILE, PEERS, SHAPES, WARM, BenchConfig, CostConfig, ShapeConfig
+from hdtool.runtime.settings.measuring import (
+    COST_FILE,
+    PEERS,
+    SHAPE_PEERS,
+    SHAPES,
+    WARM,
+    BenchConfig,
+    CostConfig,
+    ShapeConfig,
+)
 from hdtool.runtime.settings.model import ModelConfig, SamplingConfig
 from hdtool.runtime.settings.settings_base import Panel, Use
 
@@ -35,8 +44,8 @@ if TYPE_CHECKING:
     from hdtool.runtime.stores.store_set import StoreSet
     from hdtool.runtime.target.load import Loaded
 
-SHAPE_PEERS: dict[str, dict[str, Any]] = {"generate": {}, "generate-static": {"cache_implementation": "static"}}
-"""Methods of ``bench-shape`` that call transformers' ``generate``, each with its options for that call."""
+GENERATE_OPTIONS: dict[str, dict[str, Any]] = {"generate-static": {"cache_implementation": "static"}}
+"""Options of transformers' ``generate`` for methods of ``bench-shape`` that call it with any."""
 SHAPE_ARGUMENT = typer.Argument(
     help=f"{', '.join(SHAPES)}, or the path of a config.json.", autocompletion=completion(tuple(SHAPES))
 )
@@ -95,7 +104,7 @@ def _contender(name: str, loaded: Loaded, store_set: StoreSet, decoding: DecodeC
     from hdtool.runtime.drafters.drafter_factory import drafter_for
 
     if name in SHAPE_PEERS:
-        return generate_contender(loaded.target, **SHAPE_PEERS[name])
+        return generate_contender(loaded.target, **GENERATE_OPTIONS.get(name, {}))
     drafter = drafter_for(replace(decoding, method=name), loaded.target, store_set)
     return drafting_contender(loaded.target, drafter)
 

@@ -105,7 +105,7 @@ class CountedFile(io.RawIOBase):
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON. Raises RowError if the text is not valid JSON."""
+    """Parse JSON. Raises RowError if the text is not valid JSON, is nested too deeply, or has too long a number."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
