@@ -1,8 +1,8 @@
 """Computes short convolutions and recurrences over all rows of draft trees at once, in closed form.
 
 In a chunked recurrence, each token of a chunk reads the tokens before it. Over a tree, each row reads its ancestors
-instead, with the decay in between. Rows follow their parents, so the system to solve is triangular as for a chunk. States
-aren't computed per row; they are updated only when a path is committed.
+instead, with the decay in between. Rows follow their parents, so the system to solve is triangular as for a chunk.
+States aren't computed per row; they are updated only when a path is committed.
 """
 
 from __future__ import annotations
