@@ -66,7 +66,7 @@ def read_store(folder: Path, read: Callable[[Manifest], T], *, check: bool = Tru
 def parse_manifest(folder: Path, text: bytes, *, check: bool) -> Manifest:
     """Parse the manifest of a built store. Raises StoreError if it is damaged, of another format or of a history.
 
-    With ``check``, every file must exist and have its recorded size.
+    With ``check``, also raise one if a file is missing or doesn't have its recorded size.
     """
     try:
         row = json.loads(text)

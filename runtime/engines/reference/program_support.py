@@ -12,7 +12,7 @@ from hdtool.runtime.program.model_parts import EngineSupport
 
 
 def program_support(dtype: torch.dtype, device: torch.device) -> EngineSupport[Module]:
-    """Return the modules and families that the pass of a model with weights of ``dtype`` on ``device`` supports."""
+    """Return which modules and families the reference pass supports, for weights of ``dtype`` on ``device``."""
 
     def is_dense(weight: torch.Tensor) -> bool:
         return weight.is_contiguous() and weight.device == device
@@ -21,7 +21,7 @@ def program_support(dtype: torch.dtype, device: torch.device) -> EngineSupport[M
         return type(weight) is Parameter and weight.dtype == dtype and is_dense(weight)
 
     def is_mixer_weight(weight: Any) -> bool:
-        """Return True for parameters and buffers, which may be float32 in a model of any dtype."""
+        """Return True for a contiguous parameter or buffer on ``device`` that has ``dtype`` or float32."""
         return type(weight) in (Parameter, torch.Tensor) and weight.dtype in (dtype, torch.float32) and is_dense(weight)
 
     def is_embedding(module: Module) -> bool:
