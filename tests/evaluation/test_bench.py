@@ -103,7 +103,7 @@ def test_the_first_answer_has_its_prediction(embedded: Loaded) -> None:
 
 
 def test_rounds_turn_as_well_and_the_one_of_median_speed_counts(embedded: Loaded) -> None:
-    """Of two rounds, the slower one."""
+    """With two rounds, the slower answer counts."""
     log: list[tuple[str, str]] = []
     contenders = {
         "a": Scripted("a", log, embedded, [5.0, 1.0, 3.0]),

@@ -532,7 +532,7 @@ def test_short_answers_stay_while_the_store_can_grow(tmp_path: Path) -> None:
     "times", [pytest.param(5, marks=pytest.mark.long), pytest.param(40, marks=pytest.mark.exhaustive)]
 )
 def test_kills_at_random_moments_lose_nothing(times: int, tmp_path: Path) -> None:
-    """Of processes that append."""
+    """Kills processes while they append to a history."""
     # Room for all that forty processes append: the oldest must not go.
     folder, rng, kept = tmp_path / "store", random.Random(times), 0
     store = opened(folder, max_bytes=192 << 20)
