@@ -1,6 +1,6 @@
-"""Program that a ``CompileProcess`` runs: compiles parts of hdtool and keeps their code.
+"""Program of the process that compiles hdtool's forward passes and drafter ahead of use, for ``CompileProcess``.
 
-After each completed step, it prints a line with the part's name.
+It prints a part's name after each completed step. numba caches the code for other processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NICENESS = 5
 
 
 def compile_part(part: str) -> None:
-    """Compile a part step by step, print a line after each step, and mark the part as compiled."""
+    """Compile one of the parts in ``STEPS``, print its name after each step, and mark it as compiled."""
     for _, step in zip(STEPS[part], _pass_steps() if part == PASSES else _drafter_steps(), strict=True):
         step()
         _report(part)
@@ -57,10 +57,10 @@ def prepare() -> None:
 
 
 def main(parts: list[str]) -> NoReturn:
-    """Compile the parts that are missing, and end the process.
+    """Compile those of the ``parts`` that are not compiled yet, report all of them, and exit the process.
 
-    It ends with the lock held, so that whoever waits for the lock can time passes as soon as it is free. Freeing the
-    compiler's objects would keep a core busy for seconds.
+    The process exits with the lock held, so that whoever waits for the lock can time passes as soon as it is free.
+    Freeing the compiler's objects would keep a core busy for seconds.
     """
     prepare()
     busy = StoreError(f"another process compiles into {code_folder()}")

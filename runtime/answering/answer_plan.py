@@ -136,7 +136,7 @@ def _completes(text: TextStream) -> Criterion:
 def _processors_and_criteria(
     loaded: Loaded, config: SamplingConfig, prompt: Sequence[int], max_new_tokens: int
 ) -> tuple[LogitsProcessorList, StoppingCriteriaList]:
-    """Collect what ``generate`` passes to a ``custom_generate`` that runs no pass; raise ModelError if it fails."""
+    """Collect what ``generate`` passes to a ``custom_generate`` that runs no pass; raise ModelError if that fails."""
     model = loaded.target.model
     settings = model.generation_config
     refuse_settings(settings)

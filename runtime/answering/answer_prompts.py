@@ -42,7 +42,11 @@ class Answerer:
         *,
         new_observer: Callable[[], Observer] | None = None,
     ) -> None:
-        """``new_observer`` makes the observer of each request; it is called once per answer."""
+        """Load the model and open its stores; raise an HdtoolError if that fails.
+
+        ``chat`` says whether to apply the chat template, by default if there is one. ``new_observer`` is called once
+        per answer to make its observer.
+        """
         check_decoding(decoding)
         compile_ahead(model, decoding.method)
         self.loaded = load(model)

@@ -68,7 +68,7 @@ class KindsDrafter(BudgetedDrafter):
         return tree.select(order), probs[order]
 
     def _propose(self, context: Sequence[int], max_nodes: int) -> tuple[Ints, DraftTree]:
-        """Return a tree and the kind of each node."""
+        """Return ``(kinds, tree)``: the kind of each node, and a tree of at most ``max_nodes`` nodes."""
         raise NotImplementedError
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:

@@ -61,7 +61,7 @@ class CostCurve:
 
     @classmethod
     def given(cls, text: str) -> CostCurve:
-        """Return the curve given by ``nodes:milliseconds`` pairs or by a path; raise CostError if it is invalid."""
+        """Return the curve given by ``nodes:milliseconds`` pairs, a file or its folder; raise CostError if invalid."""
         if text.partition(":")[0].strip().isdigit():
             return cls.parse(text)
         path = Path(text).expanduser()

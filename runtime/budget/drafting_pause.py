@@ -1,4 +1,4 @@
-"""Pauses of drafting, while drafts do not pay."""
+"""Pauses drafting while drafts cost more time than they save."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RETRY_SHARE = 0.01
 
 
 class DraftingPause:
-    """Pauses drafting while it does not pay; each pause lasts twice as many steps as the one before."""
+    """Pauses drafting while it does not pay; each pause lasts twice as many steps as the one before, up to a limit."""
 
     def __init__(self, step: Callable[[], int]) -> None:
         """``step`` returns the number of the current step."""
@@ -39,7 +39,7 @@ class DraftingPause:
     def learn(self, pays: bool, saved: float, max_steps: int) -> None:
         """Begin a pause of at most ``max_steps`` if drafts do not pay.
 
-        ``pays`` says whether they do without their own time, and ``saved`` how many seconds the current draft saves.
+        Neither ``pays``, whether they do, nor ``saved``, the seconds that this draft saves, counts the drafting time.
         """
         if self.draft_seconds > 0:
             saved -= self.draft_seconds

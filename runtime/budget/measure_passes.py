@@ -35,7 +35,7 @@ REPETITIONS, MAX_SECONDS = 20, 10.0
 MIN_QUICK_REPETITIONS, MAX_QUICK_REPETITIONS = 4, 16
 """Minimum and maximum number of passes per tree size in the quick measurement that precedes an answer."""
 QUICK_SECONDS, MAX_QUICK_SECONDS = 0.25, 1.0
-"""Seconds after which the quick measurement of a context ends: once it has timed the minimum of passes, or anyway."""
+"""Seconds after which the quick measurement of a context ends: with the minimum of passes, and with fewer."""
 QUICK_QUANTILE = 0.25
 """Quantile of a size's times that the quick measurement uses: on a busy machine, most passes may be slowed down."""
 SHORT_CONTEXT = 4
@@ -55,7 +55,7 @@ SLOW_NODES, SLOW_LONG_CONTEXT_NODES = (0, 1, 3, 7, 15, 23, 31, 63), (0, 31)
 
 
 def context_lengths_for(loaded: Loaded, config: CostConfig) -> tuple[int, ...]:
-    """Return the context lengths (root included) at which to time passes; each leaves room for one more token."""
+    """Return the context lengths, root included, at which to time a model's passes; see ``lengths_within``."""
     return lengths_within(loaded.target.context_limit, loaded.name, config)
 
 
@@ -244,9 +244,9 @@ def _increasing(times: Floats) -> Floats:
 
 
 def quick_record(target: Target, **circumstances: Any) -> CachedValue | None:
-    """Return the file that keeps this model's quick measurement on this device; None if processes share the model.
+    """Return the cached record of a quick measurement of this model on this device; None if processes share the model.
 
-    The record's key includes a fingerprint of all weights, which the processes could compute only together.
+    Its key has the ``circumstances`` and a fingerprint of all weights, which processes could compute only together.
     """
     if target.processes > 1:
         return None

@@ -1,4 +1,4 @@
-"""The decoding loop and its contracts: draft trees, acceptance, sampling, and the interfaces of drafter, engine, cache.
+"""The decoding loop and its contracts: draft trees, acceptance, sampling, and drafter, engine and cache interfaces.
 
 Nothing here imports a model or an engine.
 """

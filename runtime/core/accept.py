@@ -36,12 +36,12 @@ def accept(
 
     At each node, the sampler chooses the next token from the target's logits. That token is emitted whether it was
     drafted or not, and the walk continues at the child that drafted it. The walk ends if there is no such child, at a
-    stop token, or after ``max_tokens`` tokens. The sampler takes each token exactly once, in order.
+    token that ends the answer, or after ``max_tokens`` tokens. The sampler takes each token exactly once, in order.
 
     Overflowing activations of a rejected draft token can make the logits of other nodes NaN or infinite, so the walk
-    ends before a node with such logits. If those of the root are not finite, return None if the tree has drafts (the
-    caller must recompute the step without them); without drafts, sampling raises ModelError. A mask that allows no
-    token raises PromptError.
+    ends before a node with such logits. If the root's logits are not finite, return None if the tree has drafts: the
+    caller must recompute the step without them. Without drafts, raise ModelError if tokens are sampled or, on a CPU,
+    chosen under a mask. Raise PromptError if a mask allows no token.
     """
     walk = _compiled_walk(tree, verified, sampler, max_tokens)
     if walk and not sampler.shortcuts.only_mask and _has_ended(walk, max_tokens):
@@ -74,7 +74,7 @@ def accept(
 
 
 def _accept_walk(walk: Walk, tree: DraftTree, sampler: Sampler, stops: Container[int]) -> Accepted | None:
-    """Accept a finished walk's tokens up to the first stop token, and note overflows; return None without tokens."""
+    """Accept a walk's tokens up to the first that ends the answer, and note overflows; return None if it has none."""
     tokens, children, finite = walk
     if not finite and not len(tree):
         sampler.note_overflow()
@@ -103,7 +103,7 @@ def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
 
 
 def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, max_tokens: int) -> Walk | None:
-    """Return the pass's own walk or one by compiled code, choosing by argmax or draws; None if neither is possible.
+    """Return a walk down the tree by argmax or draws, from the pass or by compiled code; None if neither is possible.
 
     A walk by draws under a mask ends before the first token that depends on what the mask forbids. A walk by rankings
     ends before the first token that depends on logits outside the ranking.

@@ -12,16 +12,16 @@ from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.kernels.compiled import Array, Ints, compiled
 
 PRIOR_WEIGHT = 10.0
-"""Weight of the prior rates, in observations."""
+"""Default weight of the prior rates, in observations."""
 WINDOW = 200.0
-"""Number of observations that an average spans; limited, because acceptance changes with the topic."""
+"""Maximum number of observations that an average spans: acceptance changes with the topic."""
 
 Probs = npt.NDArray[np.floating[Any]]
 
 
 @compiled
 def learn_rate(accepted: Array, observed: Array, index: Any, hit: float, seen: float, window: float) -> None:
-    """Add ``seen`` observations, of which ``hit`` were accepted; first scale older ones down to at most ``window``."""
+    """Scale down the observations at ``index`` to at most ``window``; add ``seen``, of which ``hit`` were accepted."""
     fading = min(1.0, window / observed[index])
     accepted[index] = accepted[index] * fading + hit
     observed[index] = observed[index] * fading + seen

@@ -1,4 +1,4 @@
-"""The cache interface: sequences whose context an engine keeps, and from which later prompts may continue."""
+"""The cache interface: slots in which an engine keeps the contexts of sequences, for later prompts to continue."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class AnySlot(Protocol):
     """A place for one sequence in a cache; the sequence stays after its answer ends, until another one replaces it."""
 
     tokens: list[int]
-    """Accepted tokens."""
+    """Prompt tokens, then all emitted tokens but the last, which is the root of the next tree."""
     owner: str
     """Tenant whose prompt the slot holds; prompts of other tenants never continue it."""
     version: int
     """Number of changes to the model before the prompt was read, or ``NEVER_CONTINUED``."""
     last_use: int
-    """Time of the slot's last use, counted in prompts that a prefix cache has begun."""
+    """Time of the slot's last use: the number of prompts that the prefix cache had begun by then."""
 
     @property
     def bytes(self) -> int: ...
 
     @property
     def valid(self) -> int:
-        """Number of accepted tokens whose context is in place."""
+        """Number of leading ``tokens`` whose keys and values are in place: all of them, except after an interrupt."""
         ...
 
     def resumes_at(self, shared: int) -> int:
@@ -52,7 +52,7 @@ class AnyCache(Protocol):
     """Slots for sequences that are decoded together; slots in use come first."""
 
     user: object
-    """Decoding loop whose answers the cache holds; None if the cache is free."""
+    """Session that last began an answer in this cache; None before the first and once that session has ended."""
 
     @property
     def slots(self) -> Sequence[AnySlot]: ...
@@ -63,17 +63,17 @@ class AnyCache(Protocol):
         ...
 
     def copy(self, slot: int, to: int) -> None:
-        """Replace a slot by a copy of another one."""
+        """Replace the contents of slot ``to`` by a copy of those of ``slot``."""
         ...
 
     def swap(self, first: int, second: int) -> None:
-        """Exchange two slots. If memory is short, ``second`` replaces ``first`` instead."""
+        """Exchange the contents of two slots; if memory is short, only copy ``second`` to ``first``."""
         ...
 
     def saved(self, slot: int) -> AnySlot:
-        """Return a copy of a slot in newly allocated memory."""
+        """Return a copy of a slot in newly allocated memory; raise ``torch.OutOfMemoryError`` if it does not fit."""
         ...
 
     def load(self, slot: int, saved: Any, length: int) -> None:
-        """Copy the first ``length`` tokens of ``saved``, a slot of such a cache or a copy of one, into a slot."""
+        """Copy the first ``length`` tokens of ``saved``, a slot or a copy of one, into slot number ``slot``."""
         ...

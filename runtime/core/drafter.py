@@ -47,7 +47,7 @@ class Drafter:
 
     @property
     def max_ranked(self) -> int:
-        """Number of ranked tokens that the drafter reads per row of logits."""
+        """Number of top tokens per row of logits that the drafter reads; 0 if it reads no rankings."""
         return 0
 
     @property
@@ -82,11 +82,11 @@ class Drafter:
         """Learn from the verification of the last tree; ``verified`` holds one row for the root and one per node."""
 
     def end(self) -> None:
-        """End the answer and remember it."""
+        """End the answer; a drafter with a history remembers it."""
 
 
 def draft_many(drafters: Sequence[Drafter], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
-    """Return each drafter's tree for its context; drafters with equal ``joint`` keys draft in one call."""
+    """Return each drafter's tree for its context; drafters of one class with equal ``joint`` keys draft in one call."""
     if len(drafters) == 1:
         return [drafters[0].draft(contexts[0])]
     groups: dict[Hashable, list[int]] = defaultdict(list)

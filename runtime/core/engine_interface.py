@@ -17,9 +17,9 @@ from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import Rankable, argmax, for_topk, topk
 
 TopTokens = tuple[torch.Tensor, torch.Tensor]
-"""Top tokens of each ranking, and their probabilities."""
+"""Top tokens of each row, best first, and their probabilities, as two tensors ``[rows, k]``."""
 Ranked = tuple[Array, Array]
-"""Top tokens of each ranking, and their probabilities, as arrays on the host."""
+"""Top tokens of each row, best first, and their probabilities, as two arrays ``[rows, k]`` on the host."""
 
 
 class PassOptions(NamedTuple):
@@ -76,7 +76,7 @@ class Verified:
     hidden: torch.Tensor | None = None
     """Input of the output layer, then outputs of watched layers, ``[rows, columns]``; None unless drafters watch them.
 
-    After a prefill, there is one row per prefilled token.
+    After a prefill, there is one row per token of the context, the cached ones included.
     """
     walk: Walk | None = None
     argmax: Array | None = None
@@ -218,8 +218,8 @@ class Engine(Protocol[SomeCache]):
     def notice_silent_change(self, *, goes_on: bool) -> bool:
         """Detect, by recomputing, a change that ``notice_changes`` cannot detect; return True if there is one.
 
-        Called before the prompt of a recurrent model is prefilled, as recurrent states, unlike keys and values, cannot
-        be compared during the prefill. ``goes_on`` is True if the prompt continues from cached states.
+        Call this before prefilling a recurrent model's prompt: recurrent states, unlike keys and values, cannot be
+        compared during the prefill. ``goes_on`` is True if the prompt continues from cached states.
         """
         ...
 
@@ -230,7 +230,7 @@ class Engine(Protocol[SomeCache]):
     def prefill(self, cache: SomeCache, slot: int, tokens: Sequence[int], start: int = 0, *, room: int = 0) -> Verified:
         """Prefill ``tokens`` after the first ``start`` tokens in a slot, replacing all later tokens that the slot held.
 
-        Return one row of logits, for the last token. ``room`` is the number of tokens that may follow.
+        Return a result with one row of logits, for the last token. ``room`` is the number of tokens that may follow.
         """
         ...
 
@@ -254,7 +254,7 @@ class Engine(Protocol[SomeCache]):
         ...
 
     def commit(self, cache: SomeCache, slot: int, path: Sequence[int]) -> None:
-        """Append the root and the accepted nodes, listed in ``path``, to a slot; discard the tree's other nodes."""
+        """Append the root and the nodes in ``path`` to a slot and discard the others; do nothing after a prefill."""
         ...
 
     def recompute(self, cache: SomeCache, slot: int, root: int) -> Verified:

@@ -30,7 +30,7 @@ class ExponentialRace:
         self.seed = U64(seed & U64_MAX)
 
     def uniforms(self, position: int, tokens: int) -> npt.NDArray[np.float64]:
-        """Return a uniform random number in [0, 1) for each token id below ``tokens`` at a position."""
+        """Return the uniform random numbers in [0, 1) of the first ``tokens`` token ids at a position."""
         uniforms: npt.NDArray[np.float64] = _uniforms(self.seed, position, tokens)
         return uniforms
 

@@ -144,9 +144,9 @@ def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 PREFILL_CHUNK = 512
-"""Number of tokens prefilled in one pass after a cached prefix; bounds the size of the attention mask."""
+"""Maximum number of tokens prefilled in one pass after a cached prefix; it bounds the attention mask's size."""
 PIECES, DEVICE_PIECES = (512, 128), (4096, 1024)
-"""Number of prompt tokens in a piece while no answer is running, and while answers wait for the piece to end.
+"""Number of tokens in a piece of a prompt, while no answer is running and while answers wait: on a CPU, on a device.
 
 A device reads a thousand tokens in little more time than a hundred, because it reads the weights once for all.
 """
@@ -174,7 +174,7 @@ class PromptReader:
         """Cached keys and values of the first recomputed token, to compare with its new ones; None if not needed."""
 
     def begin(self, prefixes: PrefixCache | None) -> None:
-        """Choose the slot, save the context that it loses, and load the longest cached prefix of the prompt into it."""
+        """Choose a slot; given ``prefixes``, save the context that it loses and load the prompt's longest cached prefix."""
         slots, found, is_in_place = self._cache.slots, None, False
         self._keeps_states = self._reads_in_pieces and prefixes is not None and self._cache.keeps_states
         if prefixes and self._reads_in_pieces:
@@ -257,7 +257,7 @@ class PromptReader:
         return verified if end == len(self._prompt) else None
 
     def _is_same_model(self, position: int) -> bool:
-        """Return True if recomputing a cached token gives the keys and values that were cached.
+        """Return True unless recomputing a cached token gave other keys and values than the cached ones.
 
         This detects weights written through ``data``, which torch's version counters do not.
         """

@@ -15,7 +15,7 @@ from hdtool.runtime.core.step import Finish
 
 Key = TypeVar("Key")
 Observer = Callable[[Accepted, Verified], None]
-"""Called with each step's accepted path and the result of its pass, whose logits are then complete."""
+"""Called after each step with what was accepted and the result of the pass, with the logits of all its rows."""
 
 
 @dataclass(frozen=True, eq=False)

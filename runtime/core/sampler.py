@@ -71,7 +71,7 @@ KEEP_THE_BEST = (
     RepetitionPenaltyLogitsProcessor,
     TypicalLogitsWarper,
 )
-"""Processors that never remove the only token that a mask has left."""
+"""Types of processors that never remove the only token that a mask has left."""
 
 
 class Shortcuts(NamedTuple):
@@ -178,7 +178,7 @@ class Sampler:
         ``finite``, if known, says for each row whether its highest logit is finite; ``first`` is a copy of the first
         row on the host, or None. With ``finite_only``, the function returns ``NOT_FINITE`` for a row whose highest
         logit is NaN or infinite, without calling any processor; otherwise such a row raises ModelError in a draw and in
-        ``_choose_allowed``.
+        ``_choose_allowed``. A mask that allows no token raises PromptError.
         """
 
         def process(row: int) -> int:

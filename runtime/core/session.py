@@ -250,7 +250,7 @@ class Session(Generic[Key]):
             self._running[slot] = last
 
     def _overwrite(self, slot: int, *, by: int) -> None:
-        """Move the context of slot ``by`` to ``slot``; with a prefix cache, exchange it for one worth keeping."""
+        """Move the context of slot ``by`` to ``slot``, or swap both if a prefix cache may need the one in ``slot``."""
         if self._prefixes and is_worth_keeping(self._cache.slots[slot]):
             self._cache.swap(slot, by)
         else:

@@ -119,7 +119,7 @@ class Stats:
             add_seconds()
 
     def timing(self, drafter: Drafter) -> Callable[[], None]:
-        """Return a function that adds the seconds that a drafter has spent in each source since now."""
+        """Start timing a drafter's sources; return a function that adds the seconds to ``source_seconds``."""
         before = dict(drafter.seconds)
 
         def add_seconds() -> None:

@@ -12,7 +12,7 @@ If a model ignores masks or positions, its logits differ by tenths of a standard
 bfloat16 changes them by a few hundredths.
 """
 STRICT_TOLERANCE = 3e-4
-"""Maximum distance between logits in float32 for models with recurrent layers and for chains.
+"""Maximum distance of float32 logits from the expected ones, in standard deviations, for chains and recurrences.
 
 Logits of correct passes differ by 1e-5 for most models, and by 2e-4 for a few. A recurrence carries errors from step to
 step, and in some layers an error of 1e-3 changes tokens.
@@ -20,7 +20,10 @@ step, and in some layers an error of 1e-3 changes tokens.
 
 
 def tolerance_of(dtype: torch.dtype, *, strict: bool = False) -> float:
-    """Return the maximum distance between logits, keys or values that rounding to a dtype can explain."""
+    """Return the maximum distance, in standard deviations, that rounding to a dtype can explain.
+
+    ``strict`` selects ``STRICT_TOLERANCE`` for float32 and float64.
+    """
     if is_low_precision(dtype):
         return LOW_PRECISION_TOLERANCE
     return STRICT_TOLERANCE if strict else HIGH_PRECISION_TOLERANCE

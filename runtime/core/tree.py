@@ -136,7 +136,7 @@ def descend(
 ) -> int:
     """Return the first child of ``node`` that drafts ``token``, or ``ROOT`` if there is none.
 
-    The token and the result are also written to ``walk_buffer``.
+    The token and the result are also written to a column of ``walk_buffer``.
     """
     child = child_of(tokens, parents, node, token)
     walk_buffer[0, column], walk_buffer[1, column] = token, child
@@ -184,9 +184,9 @@ def rows_of(path: Sequence[int]) -> list[int]:
 def mark_ancestors(
     values: npt.NDArray[Any], first: int, parents: npt.NDArray[np.int32], related: float, unrelated: float
 ) -> None:
-    """Mark, in each row of a tree, the columns of the row itself and of its ancestors; column ``first`` is the root's.
+    """Set each row's own column and its ancestors' to ``related``, and the tree's other columns to ``unrelated``.
 
-    The tree's other columns become ``unrelated``.
+    Column ``first`` of ``values`` is the root's; columns outside the tree are left as they are.
     """
     rows = len(parents) + 1
     for row in range(rows):

@@ -1,6 +1,6 @@
 """Compiled functions that walk down a verified draft tree, choosing tokens by argmax or by random draws.
 
-On a GPU, a pass also returns the highest scores of each row, so that most draws need not wait for the whole row.
+On a GPU, a pass also returns the highest scores of each row, and draws with top-k or min-p seldom need the others.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def walk_argmax(
 def walk_known(
     argmax: Array, are_finite: Array, drafted: Array, parents: Array, max_tokens: int, walk_buffer: Array
 ) -> tuple[int, bool]:
-    """Like ``walk_argmax``, but take each row's argmax, and whether the row is finite, as arguments."""
+    """Walk down the tree as ``walk_argmax`` does, given each row's argmax and whether the row is finite."""
     node = ROOT
     for step in range(max_tokens):
         token, finite = argmax[node + 1], are_finite[node + 1] != 0

@@ -112,8 +112,8 @@ def drafter_with_budget(
 ) -> Drafter:
     """Return a drafter for ``config.method``; ``budget`` is called only if the method takes a budget.
 
-    Only a method with a trained drafter needs a ``target``. Drafters compile their code when they are created, so that
-    no answer waits for it.
+    Only a method with a trained drafter needs a ``target``. Raise StoreError if method ``rest`` has no corpus index.
+    Drafters compile their code when they are created, so that no answer waits for it.
     """
     compile_trees()
     compile_walks()

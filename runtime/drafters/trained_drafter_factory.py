@@ -51,7 +51,8 @@ def trained_drafter(
 ) -> TrainedProposer:
     """Return the trained drafter of ``config.method``; a draft model must share the target's ``tokenizer``.
 
-    Unless the number of draft tokens is fixed, the drafters of a method for this target share a gate.
+    Unless the number of draft tokens is fixed, the drafters of a method for this target share a gate. Raise HeadsError
+    or ModelError if there is no usable drafter.
     """
     kind, gate = config.trained, None
     if config.draft_tokens is None:
@@ -103,7 +104,7 @@ def trained_alone(
 
 
 def methods_with_drafters(config: DecodeConfig, model: PreTrainedModel) -> set[str]:
-    """Return the methods whose trained drafter is available, because ``config`` names it or the model includes it."""
+    """Return the methods whose trained drafter is available: named in ``config``, in the model, or in the demo."""
     has_drafter = {
         HEADS_DRAFTER: False,
         MTP_DRAFTER: bool(mtp_layers_of(model)),

@@ -63,11 +63,11 @@ class Guide:
         """Forced tokens at this position; None until they are computed."""
 
     def follow(self, answer: Sequence[int]) -> None:
-        """Consume the tokens of the answer that have not been consumed yet."""
+        """Consume those tokens of the answer that have not been consumed yet; raise PromptError as ``extend`` does."""
         self.extend(list(answer[self.length :]))
 
     def extend(self, new: list[int]) -> None:
-        """Consume the next tokens of the answer; raise PromptError if the grammar does not allow them."""
+        """Consume the next tokens of the answer; raise PromptError if the grammar cannot be followed further."""
         # Only an end token follows a complete answer.
         if new and not self._matcher.is_stopped() and not self._matcher.consume_tokens(new):
             raise self._stuck()

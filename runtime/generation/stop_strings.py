@@ -31,7 +31,7 @@ class BeforeStop:
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """Return the text before the first stop string."""
+    """Return the text before the first stop string, or all of it if there is none."""
     return BeforeStop(stops).add(text, is_last=True)
 
 
@@ -52,7 +52,7 @@ def partial_stop_length(text: str, stops: Sequence[str]) -> int:
 
 
 def _split(pieces: Sequence[TextPiece], length: int) -> tuple[list[TextPiece], list[TextPiece]]:
-    """Split a list of pieces after ``length`` characters in total."""
+    """Split a list of pieces after ``length`` characters in total, within a piece if necessary."""
     ready: list[TextPiece] = []
     rest: list[TextPiece] = []
     for text, source in pieces:

@@ -1,4 +1,4 @@
-"""Incremental detokenization."""
+"""Turns tokens into text: incrementally in a stream, all at once, or one token into its bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device a model's input must be on, whether all weights are there, and which attention kernels it uses."""
+"""Finds the device of a model's input, checks that all weights are on one device, and disables cuDNN's attention."""
 
 from __future__ import annotations
 

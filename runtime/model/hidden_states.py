@@ -25,7 +25,8 @@ class HiddenStates:
     def watch(self, model: torch.nn.Module, kind: str, run: Callable[[], object]) -> None:
         """From now on, record the hidden states of each pass of a model.
 
-        ``run`` must run a forward pass; ``kind`` is the model's type, for error messages.
+        ``run`` must run a forward pass, and ``kind`` is the model's type, for messages. Raise a ``FamilyError`` if the
+        model returns no hidden states.
         """
         module_of_hidden(model, kind, run).register_forward_hook(Recorder(self))
         self.is_watched = True
@@ -43,10 +44,10 @@ class HiddenStates:
         self.layers += tuple(layers)
 
     def columns(self, layers: Sequence[int] = ()) -> slice | None:
-        """Return a slice of the columns of ``last_pass`` that hold the outputs of ``layers``; None if there is none.
+        """Return a slice of the columns of ``last_pass`` that hold the outputs of ``layers``, or None.
 
-        Layers must have been recorded in this order, without others between them. Without ``layers``, the slice selects
-        the output layer's input.
+        Without ``layers``, the slice selects the output layer's input. Return None if nothing is watched, or if the
+        layers aren't recorded in this order without others between them.
         """
         if not self.is_watched:
             return None

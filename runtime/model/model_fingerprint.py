@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SAMPLED_WEIGHTS = 16
-"""Number of values of each parameter that are hashed into a model's fingerprint."""
+"""Maximum number of values per parameter, or per part of a quantized one, that a model's fingerprint hashes."""
 
 
 @torch.no_grad()

@@ -61,7 +61,7 @@ METHODS = {
 
 
 def methods_with(letters: str) -> tuple[str, ...]:
-    """Return the methods that draft from one of the sources with these letters."""
+    """Return the methods that draft from at least one of the sources with these letters."""
     return tuple(name for name, method in METHODS.items() if {*letters} & {*method.sources})
 
 
@@ -84,7 +84,8 @@ TAKE_HISTORY = methods_with(HISTORY_LETTER)
 def source_letters(option: str, given: str, known: str) -> str:
     """Return the source letters of an option's value, which is a string of letters or a comma-separated list of names.
 
-    Raises OptionError if a source is unknown or named twice. The option ``sources`` also accepts plug-ins.
+    Raise OptionError if none is given, or if one is unknown or given twice. The option ``sources`` also accepts
+    plug-ins.
     """
     by_name = {SOURCE_NAMES[letter]: letter for letter in known}
     letters = _letters(given, by_name)
@@ -117,7 +118,7 @@ class GrammarConfig(Settings, panel=Panel.STRUCTURE):
             raise OptionError(f"{names} exclude each other: give one of them")
 
     def read(self) -> Grammar | None:
-        """Return the grammar, read from its file if needed; None if answers are free text."""
+        """Return the grammar, or None for free text; raise PromptError if its file cannot be read or it is invalid."""
         if self.regex is not None:
             return Grammar.regex(self.regex)
         for kind in (GrammarKind.JSON_SCHEMA, GrammarKind.GRAMMAR):
