@@ -74,7 +74,7 @@ class Answerer:
         return deferred(self.decoding.method, make, self.decoding.batch_size)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raise PromptError if a prompt cannot be answered; if several are given, the error says which one."""
+        """Create drafters; raise PromptError for a prompt that cannot be answered, naming it if there are several."""
         _ = self._drafters  # before any output, because making them may fail
         for prompt in prompts:
             try:

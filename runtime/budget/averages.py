@@ -5,7 +5,7 @@ from __future__ import annotations
 LEARNING_RATE = 0.1
 """Default learning rate of a moving average."""
 PASS_LEARNING_RATE = 1 / 64
-"""Learning rate of the cost of passes."""
+"""Learning rate of averages over passes, and of the estimate of their cost."""
 MAX_RATIO = 3.0
 """The seconds of a pass or step are clipped to this multiple of the expected ones, in case it was interrupted."""
 

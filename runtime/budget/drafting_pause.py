@@ -26,7 +26,7 @@ class DraftingPause:
         self._length = 0
         """Length of the last pause in steps, 0 once drafting pays; pauses of 1 and 2 steps are not carried out."""
         self._saved = nan
-        """Average seconds that a draft saves; NaN after a pause."""
+        """Average seconds that a draft saves; NaN if unknown, as at first and after a pause."""
 
     @property
     def lasts(self) -> bool:

@@ -70,7 +70,7 @@ class FixedBudget(Budget):
 
 
 class StepOverhead(SmoothedSeconds):
-    """Average time that a step spends outside its pass and its drafts."""
+    """Average time in seconds that a step spends outside its forward pass and its drafting."""
 
     def __init__(self, log: PassLog, expected: float = 0.0) -> None:
         super().__init__(expected=expected)

@@ -30,7 +30,7 @@ class PassOptions(NamedTuple):
     wants_maxima: bool = False
     """Compute ``Verified.maxima``, which makes top-k faster."""
     max_ranked: int = 0
-    """Number of top tokens per row that ``Verified.ranked`` should hold at least, up to ``MAX_RANKED``."""
+    """Minimum number of top tokens per row that ``Verified.ranked`` should hold, at most ``MAX_RANKED``."""
     root: bool = False
     """Copy the root's logits to the host, into ``Verified.root``."""
 

@@ -174,7 +174,7 @@ class PromptReader:
         """Cached keys and values of the first recomputed token, to compare with its new ones; None if not needed."""
 
     def begin(self, prefixes: PrefixCache | None) -> None:
-        """Choose a slot; given ``prefixes``, save the context that it loses and load the prompt's longest cached prefix."""
+        """Choose a slot, save the context that it loses, and load the prompt's longest cached prefix, if any."""
         slots, found, is_in_place = self._cache.slots, None, False
         self._keeps_states = self._reads_in_pieces and prefixes is not None and self._cache.keeps_states
         if prefixes and self._reads_in_pieces:

@@ -1,4 +1,4 @@
-"""The state of an answer between two forward passes of the engine."""
+"""The state of an answer between forward passes of the engine, and drafting for several answers at once."""
 
 from __future__ import annotations
 

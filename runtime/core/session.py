@@ -157,7 +157,7 @@ class Session(Generic[Key]):
         return bool(self._waiting or self._prefilling)
 
     def _prefill(self) -> list[Outcome[Key]]:
-        """Prefill the next prompt or a piece of it; return the outcome, if any. An error ends only this request."""
+        """Prefill the next prompt or a piece of it; return its outcome, if any: a step, or the error that ends it."""
         self._is_step_due = self._in_pieces
         request = self._prefilling[0].request if self._prefilling else self._waiting.popleft()
         try:

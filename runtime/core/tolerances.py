@@ -1,4 +1,4 @@
-"""How far two results of the same computation may differ by rounding."""
+"""Tolerances for rounding: how far results of the same computation may differ, and how this is measured."""
 
 from __future__ import annotations
 

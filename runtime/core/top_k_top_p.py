@@ -212,7 +212,7 @@ def _nucleus(total: Any, draws: Any) -> Any:
 
 @compiled
 def _draw_from_top(position: Any, scores: Any, max_score: Any, among: Any, draws: Any) -> Any:
-    """Return the token drawn with top-k for a small k, and with the other options."""
+    """Return the token drawn with a small top-k and the other options."""
     top_k = draws.top_k
     top, values = np.empty((1, top_k + 1), np.int64), np.empty((1, top_k + 1), np.float32)
     # A new empty array, as compiled code would take the global one of ``topk.py`` as a constant of another type.

@@ -17,7 +17,7 @@ def deferred(method: str, make: Callable[[], list[Drafter]], number: int) -> lis
     """Return the ``number`` drafters that ``make`` makes, or stand-ins for them while their code is being compiled.
 
     Drafts change no token, so the answer is the same whenever the drafters join. Trained drafters are not deferred,
-    because some of them change how passes are computed. ``make`` is called on an idle machine, as it times passes.
+    because some of them change how passes are computed. ``make`` is called after compilation, as it times passes.
     """
     may_join_later = method in HIERARCHIES and not METHODS[method].trained
     if not may_join_later or not is_compiling(DRAFTER):

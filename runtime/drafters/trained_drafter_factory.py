@@ -70,7 +70,7 @@ def trained_drafter(
 def published_drafter(
     name: str, target: Target, tokenizer: TokenizerFingerprint | None = None, gate: TrainedDrafterGate | None = None
 ) -> TrainedProposer:
-    """Return a drafter for a published checkpoint: a drafter trained for the target, or any small language model."""
+    """Return a drafter for checkpoint ``name``: one trained for the target, or a language model with its tokenizer."""
     published = PublishedDrafter.named(name)
     kind = published.kind
     if kind == SMALL_MODEL:

@@ -206,7 +206,7 @@ class GrammarCompiler:
             return Guide(self._compiled(grammar).deep_copy(), self._tokenizer)
 
     def guide_for(self, grammar: Grammar | None) -> Guide | None:
-        """Return a guide for an answer that must match ``grammar``; None without a grammar."""
+        """Return a guide for an answer that must match ``grammar``, as ``guide`` does; None without a grammar."""
         return self.guide(grammar) if grammar else None
 
     def _compile(self, grammar: Grammar) -> LLMatcher:

@@ -36,7 +36,7 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def before_stop(pieces: Iterable[TextPiece], stops: Sequence[str]) -> Iterator[TextPiece]:
-    """Yield the pieces of a text before the first stop string; all pieces are read, so that their steps are counted."""
+    """Yield the pieces of a text before the first stop string, then consume the others without yielding them."""
     text, held = BeforeStop(stops), list[TextPiece]()
     for piece in pieces:
         held.append(piece)

@@ -97,7 +97,7 @@ def text_class(settings: Any, *, trust_remote_code: bool) -> Any:
 
 
 def empty_model(settings: Any, **options: Any) -> Any:
-    """Return a float32 model on the CPU whose parameters have shapes but no memory."""
+    """Return a float32 model with its buffers on the CPU and its parameters on the meta device, without memory."""
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
@@ -192,7 +192,7 @@ def attention_of(config: Any) -> str:
 
 
 def use_masked_attention(model: PreTrainedModel) -> None:
-    """Select an attention implementation that accepts arbitrary masks."""
+    """Switch a model to an attention implementation that accepts arbitrary masks, unless it uses one already."""
     if attention_of(model.config) not in MASKED_ATTENTION:
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
 

@@ -79,7 +79,7 @@ class RecordedModel:
         return list(zip(*(map(read, self._tensors) for read in readers), strict=True))
 
     def was_written(self) -> bool:
-        """Return True if weights were written in place, but not by ``data``; compiled and captured passes stay valid."""
+        """Return True if torch has counted in-place writes to weights, after which compiled passes stay valid."""
         return self._versions != self._versions_now()
 
     def has_code_of(self, model: Module) -> bool:

@@ -66,7 +66,7 @@ def methods_with(letters: str) -> tuple[str, ...]:
 
 
 HIERARCHIES = ("hd", *(name for name in METHODS if name.startswith("hd+")))
-"""Methods that also draft from plug-ins."""
+"""Method ``hd`` and its extensions, which also draft from plug-ins."""
 TRAINED = tuple(name for name, method in METHODS.items() if method.trained)
 TAKE_HEADS = tuple(name for name in TRAINED if METHODS[name].trained in (HEADS_DRAFTER, MTP_DRAFTER))
 """Methods that draft with what ``train-heads`` produces."""
@@ -84,8 +84,7 @@ TAKE_HISTORY = methods_with(HISTORY_LETTER)
 def source_letters(option: str, given: str, known: str) -> str:
     """Return the source letters of an option's value, which is a string of letters or a comma-separated list of names.
 
-    Raise OptionError if none is given, or if one is unknown or given twice. The option ``sources`` also accepts
-    plug-ins.
+    Raise OptionError if it names no source, an unknown one or one twice. The option ``sources`` also accepts plug-ins.
     """
     by_name = {SOURCE_NAMES[letter]: letter for letter in known}
     letters = _letters(given, by_name)
@@ -118,7 +117,7 @@ class GrammarConfig(Settings, panel=Panel.STRUCTURE):
             raise OptionError(f"{names} exclude each other: give one of them")
 
     def read(self) -> Grammar | None:
-        """Return the grammar, or None for free text; raise PromptError if its file cannot be read or it is invalid."""
+        """Return the grammar, or None for free text; raise PromptError if it cannot be read or is invalid."""
         if self.regex is not None:
             return Grammar.regex(self.regex)
         for kind in (GrammarKind.JSON_SCHEMA, GrammarKind.GRAMMAR):

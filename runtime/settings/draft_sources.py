@@ -81,7 +81,7 @@ _INSTALLED: set[str] = set()
 def register(source: Source) -> SourceId:
     """Register a plug-in source, which ``--sources`` can then select by name or letter; return the source's number.
 
-    Raise OptionError if the name or letter is taken, if ``evidence`` is missing, or if all ``PLUGINS`` are in use.
+    Raise OptionError if the name or letter is missing or taken, ``evidence`` is missing, or all ``PLUGINS`` are in use.
     """
     taken = {part for known in _SOURCES.values() for part in (known.name, known.letter) if part}
     if len(source.letter) != 1 or not source.name or {source.name, source.letter} & taken:
@@ -107,7 +107,7 @@ def registered() -> Mapping[SourceId, Source]:
 
 
 def plugins() -> dict[SourceId, Source]:
-    """Return the plug-in sources, keyed by number, including those of installed packages."""
+    """Return the plug-in sources, keyed by number, after registering those of installed packages; see ``register``."""
     _register_installed()
     return {number: _SOURCES[number] for number in PLUGINS if number in _SOURCES}
 

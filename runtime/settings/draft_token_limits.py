@@ -1,4 +1,4 @@
-"""How many tokens are drafted for a forward pass: at most, and where no pass times have been measured."""
+"""Limits on the number of draft tokens per forward pass, with and without measured pass times."""
 
 LARGEST_BUDGET = 64
 """Maximum number of draft tokens per forward pass."""

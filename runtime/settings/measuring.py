@@ -1,4 +1,4 @@
-"""Settings for measurements."""
+"""Settings of benchmarks and cost curves, with the peers and model shapes that they know by name."""
 
 from __future__ import annotations
 
