@@ -84,8 +84,8 @@ class Session(Generic[Key]):
     ) -> Generator[tuple[Request[Key], Step]]:
         """Yield each step with its request until no request is left; raise the error of a request that fails.
 
-        An error ends all other answers, too, and so does closing the iterator.
-        ``next_request`` is called whenever a slot is free, and the request it returns, if any, is submitted.
+        An error ends all other answers, too, and so does closing the iterator. ``next_request`` is called whenever a
+        slot is free, and the request it returns, if any, is submitted.
         """
         try:
             while True:

@@ -237,7 +237,7 @@ class CacheRows(NamedTuple):
         return IndexedKVCache(self.storage, self.places[None], self.extent)
 
     def mask_of(self, kind: str) -> torch.Tensor | None:
-        """Return the mask of layers of this kind, ``[1, 1, rows, extent]``."""
+        """Return the mask of layers of this kind, ``[1, 1, rows, extent]``, or None if they need none."""
         return self.mask[kind] if isinstance(self.mask, dict) else self.mask
 
 

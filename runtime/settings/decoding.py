@@ -273,8 +273,7 @@ class RecordingConfig(Settings, panel=Panel.OUTPUT):
 
 @dataclass(frozen=True)
 class StoresConfig(Settings, panel=Panel.DRAFTING):
-    """Stores to draft from. Each is given by its folder or name; ``none`` means no store, and None the matching
-    store in hdtool's home folder."""
+    """Stores to draft from, by folder or name; ``none`` for no store, None for the matching one in hdtool's home."""
 
     model_db: str | None = setting(
         None,
