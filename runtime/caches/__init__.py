@@ -1,4 +1,4 @@
-"""Slots for sequences: each keeps its KV cache, recurrent states and tokens after the answer ends.
+"""Caches of engines: each slot keeps the KV cache, recurrent states and tokens of a sequence after its answer ends.
 
 Imports only `data`, `runtime/core` and `runtime/kernels`.
 """

@@ -1,4 +1,4 @@
-"""Moves cached positions of accepted paths: in compiled code on CPUs, with PyTorch on other devices."""
+"""Moves the cached keys and values of accepted paths: in compiled code on CPUs, with PyTorch on other devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_DEFERRED_MOVES = 16
 Longer paths are rare and moved immediately.
 """
 WORD_SIZE = 2
-"""Number of bytes that ``move_on_host`` copies at a time. The size of each cached dtype is a multiple of it."""
+"""Number of bytes that ``move_on_host`` copies at a time; each cached dtype's size is a multiple of it."""
 
 
 class TensorLayout(NamedTuple):
@@ -53,7 +53,10 @@ def move_on_host(
     start: int,
     path: Array,
 ) -> None:
-    """Move positions ``start + path``, whose offsets must increase, to ``start`` and onwards, in each row and head."""
+    """Move the contents of positions ``start + path`` to ``start`` and onwards, in each row and head.
+
+    The offsets in ``path`` must increase. The arguments before ``start`` are the fields of a ``TensorLayout``.
+    """
     words = position_size // WORD_SIZE
     for row in range(rows):
         for head in range(heads):
@@ -71,7 +74,7 @@ def compile_moves() -> None:
 
 
 def select_rows(tensor: torch.Tensor, rows: Sequence[int], dim: int = 0) -> torch.Tensor:
-    """Return a copy of some rows along ``dim``, without copying indices to the device or waiting for it."""
+    """Return a copy of the given rows along ``dim``, without copying indices to the device or waiting for it."""
     starts = [place for place, row in enumerate(rows) if place == 0 or row != rows[place - 1] + 1]
     lengths = [stop - start for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True)]
     return torch.cat(
@@ -81,14 +84,14 @@ def select_rows(tensor: torch.Tensor, rows: Sequence[int], dim: int = 0) -> torc
 
 @torch.inference_mode()
 def move_ranges(tensor: torch.Tensor, start: int, path: Sequence[int]) -> None:
-    """Move positions ``start + path`` of a tensor on a device to ``start`` and onwards, without a wait."""
+    """Move the contents of positions ``start + path`` to ``start`` and onwards, without waiting for the device."""
     moved = select_rows(tensor, [start + offset for offset in path], 3)
     tensor.narrow(3, start, len(path)).copy_(moved)
 
 
 @torch.inference_mode()
 def move_on_device(tensors: Sequence[torch.Tensor], moved_to: torch.Tensor, moved_from: torch.Tensor) -> None:
-    """Move each slot's positions ``moved_from [slots, moves]`` to consecutive ones from ``moved_to [slots]`` on."""
+    """Move the contents of each slot's positions ``moved_from [slots, moves]`` to ``moved_to [slots]`` and onwards."""
     slots, moves = moved_from.shape
     targets = moved_to[:, None] + torch.arange(moves, device=moved_to.device)
     for tensor in tensors:

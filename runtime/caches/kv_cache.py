@@ -126,7 +126,7 @@ class KVTensors:
 
     @cached_property
     def _layouts(self) -> list[TensorLayout | None]:
-        """Layouts for ``move_on_host``, by tensor; None for a tensor on a device."""
+        """Layout of each tensor for ``move_on_host``; None for a tensor that isn't on a CPU."""
         return [TensorLayout.of(tensor) if tensor.is_cpu else None for tensor in self.tensors]
 
     def move(self, start: int, path: Sequence[int]) -> None:
@@ -188,7 +188,7 @@ class StaticKVCache:
             self.end_move()
 
     def begin_move(self) -> None:
-        """Mark the pending move as started. If it is interrupted before ``end_move``, it cannot be repeated."""
+        """Mark the pending move, if any, as started: if interrupted before ``end_move``, it cannot be repeated."""
         if move := self.pending_move:
             self._interrupted_from, self.pending_move = move[0], None
 
@@ -196,7 +196,7 @@ class StaticKVCache:
         self._interrupted_from = None
 
     def cut(self, length: int) -> None:
-        """Keep only the first ``length`` positions; if the pending move reaches some of these, make it first."""
+        """Keep only the first ``length`` positions; if the pending move writes to any of these, make it first."""
         if self.pending_move:
             if length > self.pending_move[0]:
                 self.settle()
@@ -239,7 +239,8 @@ class StaticKVCache:
     def copy_from(self, source: StaticKVCache, length: int | None = None) -> None:
         """Copy the keys and values of the first ``length`` tokens of ``source``, by default all that are valid.
 
-        The tokens must fit into ``capacity``. The pending move of ``source`` is made, and later positions are zeroed.
+        The tokens must fit into ``capacity``. The pending move of ``source`` is made first, and the positions after the
+        copied ones are zeroed.
         """
         source.settle()
         self.pending_move = self._interrupted_from = None

@@ -1,4 +1,4 @@
-"""Stores the states of recurrent layers and short convolutions for a cache."""
+"""Stores the states of recurrent layers and short convolutions, and snapshots of them to roll back to."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class States:
             stack.copy_(source.stacks[names])
 
     def layers(self, *, has_begun: bool) -> dict[int, StateLayer]:
-        """Return ``transformers`` cache layers by layer number; each reads and writes the states of its layer."""
+        """Return each layer's ``StateLayer`` by layer number; layers without states are left out."""
         return {layer: StateLayer(tensors, has_begun=has_begun) for layer, tensors in self.by_layer.items()}
 
 
@@ -148,7 +148,7 @@ class StateLayer(LinearAttentionLayer):
 
 
 class StatesOfTree(Protocol):
-    """Recurrent states after each row of a verified tree."""
+    """What a pass over trees keeps to advance recurrent states along the accepted paths."""
 
     def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
         """Advance ``states`` from before the tree to the end of the path ``rows``, which starts with the root.
@@ -196,7 +196,7 @@ class KeptStates:
         """Note that the states include ``length`` tokens."""
 
     def hold(self, states: Any, place: int) -> None:
-        """Record the states after each row of a verified tree; ``place`` is the slot's index in the pass."""
+        """Record what ``commit`` advances the slot's states by; ``place`` is the slot's index in the pass."""
 
     def commit(self, rows: Sequence[int], length: int) -> None:
         """Advance the states along a path of the verified tree, after which the context has ``length`` tokens."""
@@ -225,7 +225,7 @@ def up_to(snapshots: Sequence[Snapshot], length: int) -> list[Snapshot]:
 
 
 class SlotStates(KeptStates):
-    """The states of a slot's recurrent layers, which prefill updates in place, and snapshots after fewer tokens."""
+    """A slot's recurrent states, which prefill updates in place, and snapshots of them to roll back to."""
 
     keeps_states = True
 

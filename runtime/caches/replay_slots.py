@@ -144,12 +144,12 @@ class ReplayedCaches(KeptStates):
     keeps_states = True
 
     def __init__(self, shared: Collection[TensorPath]) -> None:
-        """``shared`` has the paths of tensors that passes replace and never change in place."""
+        """``shared`` holds the paths of tensors that passes replace and never change in place."""
         self._shared = shared
         self.filled = NOTHING_READ
         """Cache from which the next pass continues."""
         self.older: list[Snapshot] = []
-        """Caches after fewer tokens, from which another prompt may continue."""
+        """Caches that ``keep`` has kept, from which another prompt may continue, the shortest first."""
         self._after = NOTHING_READ
         """Cache after the last pass, until it is known whether all its tokens are accepted."""
 

@@ -1,4 +1,4 @@
-"""An engine's cache: keys, values, recurrent states and tokens of several sequences."""
+"""An engine's cache: keys, values, recurrent states and tokens of one or more sequences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Slot:
         self.owner = ""
         """Tenant whose prompt the slot holds; prompts of other tenants never continue it."""
         self.version = 0
-        """Number of changes to the model before the prompt was read, or ``NEVER_CONTINUED``."""
+        """Number of changes to the model before the prompt was read, or ``cache_interface.NEVER_CONTINUED``."""
         self.last_use = 0
         """Time of the slot's last use, counted in prompts that a prefix cache has begun."""
         self.tree: DraftTree | None = None
@@ -74,7 +74,7 @@ class Slot:
         return SlotKVCache(self.kv.storage, [self.length], has_begun=self.kept.has_begun)
 
     def cut(self, length: int) -> None:
-        """Discard all but the first ``length`` tokens."""
+        """Discard all but the first ``length`` tokens; recurrent states are restored only if kept at that length."""
         self.kept.cut(length)
         self.kv.cut(length)
         del self.tokens[length:]
@@ -99,7 +99,7 @@ class Slot:
         self.tree, self.hidden_of_tree = tree, hidden
 
     def hold_states(self, states: Any, place: int = 0) -> None:
-        """Record the states after each row of the verified tree; ``place`` is the slot's index in the pass."""
+        """Record what ``commit`` advances recurrent states by; ``place`` is the slot's index in the pass."""
         self.kept.hold(states, place)
 
     def commit(self, path: Sequence[int], *, deferred: bool = False) -> None:
@@ -152,7 +152,7 @@ class Cache:
     ) -> None:
         self._shapes, self._state_shapes = shapes, state_shapes
         self.number = 0
-        """Number that identifies the cache in all processes of a tensor-parallel model."""
+        """Number that identifies the cache in all processes of a tensor-parallel model; otherwise 0."""
         self.user: object = None
         """Decoding loop whose answers the cache holds; None if the cache is free."""
         self.slots: list[Slot] = []
@@ -164,9 +164,9 @@ class Cache:
 
     @torch.inference_mode()
     def reserve(self, capacity: int, wished: int = 0) -> None:
-        """Grow slots with fewer positions to ``capacity``, or to ``wished`` if that is more and memory allows.
+        """Make room for ``capacity`` positions per slot, or for ``wished`` if that is more and memory allows.
 
-        The slots keep their contents.
+        Slots that already have ``capacity`` positions stay as they are; the others keep their contents.
         """
         if capacity <= self.storage.capacity:
             return
@@ -179,7 +179,7 @@ class Cache:
 
     @torch.inference_mode()
     def fill_unread(self, slot: int, tokens: Sequence[int], room: int) -> None:
-        """Fill an empty slot with tokens and constant keys and values, to time passes; leave room for ``room`` more."""
+        """Fill an empty slot with tokens and constant keys and values, for timing passes; ``room`` more may follow."""
         self.reserve(len(tokens) + room)
         for keys, values in self.slots[slot].kv.storage.layers:
             for numbers in (keys, values):
@@ -212,7 +212,7 @@ class Cache:
 
     @torch.inference_mode()
     def swap(self, first: int, second: int) -> None:
-        """Exchange two slots. If memory is short, only copy ``second`` to ``first``."""
+        """Exchange two slots, or only copy ``second`` to ``first`` if memory is short."""
         try:
             copy = self.saved(first)
         except torch.OutOfMemoryError:

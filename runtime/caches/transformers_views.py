@@ -1,4 +1,4 @@
-"""Views of preallocated tensors as ``transformers`` caches, each for one pass."""
+"""Presents preallocated keys, values and recurrent states to the model's code as ``transformers`` caches."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class LayerWithStates(StateLayer, KVLayer):  # type: ignore[override]
 
 
 class KVView(Cache):
-    """A ``transformers`` cache of the first slots in preallocated tensors."""
+    """Base class of ``transformers`` caches that are views of the first slots in preallocated tensors."""
 
     def __init__(self, storage: KVTensors, slots: int, length: int, *, has_begun: bool) -> None:
-        """``length`` is that of the longest context; ``has_begun`` tells whether states include any token."""
+        """``length`` is the length of the longest context; without ``has_begun``, states include no token yet."""
         self.storage, self.length, self.capacity = storage, length, storage.capacity
         states = storage.states.part(0, slots).layers(has_begun=has_begun) if storage.states else {}
         layers: list[Any] = []

@@ -35,7 +35,7 @@ class RunningPass:
 
 
 class Backend:
-    """One way to compute a model's passes. A method returns None for a pass that another backend must compute."""
+    """One way to compute a model's passes; methods return None for a pass that another backend must compute."""
 
     captures = False
     """True if ``launch`` starts passes that run asynchronously on a device."""
@@ -71,11 +71,11 @@ class Backend:
         return None
 
     def launch(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> RunningPass | None:
-        """Start to verify tree ``i`` in slot ``i``, all in one pass."""
+        """Start to verify tree ``i`` in slot ``i``, all in one pass; return the running pass."""
         return None
 
     def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> list[Verified] | None:
-        """Verify tree ``i`` in slot ``i``, all in one pass."""
+        """Verify tree ``i`` in slot ``i``, all in one pass if possible; return the results of each tree."""
         return None
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified | None:
@@ -159,14 +159,14 @@ class BackendEngine:
         return Verified(logits, sequence.all_hidden(), slot=sequence)
 
     def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
-        """Verify tree ``i`` in slot ``i``, all in a single pass; return the results of each tree.
+        """Verify tree ``i`` in slot ``i``, all in one pass if possible; return the results of each tree.
 
         The results are valid until the next pass.
         """
         return self.launch(cache, trees, options)()
 
     def launch(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> WaitForResults:
-        """Start to verify tree ``i`` in slot ``i``, all in a single pass; return a function that returns the results.
+        """Start to verify tree ``i`` in slot ``i`` as ``verify`` does; return a function that returns the results.
 
         Only a captured step starts now; another pass runs when the function is called. If another answer's step has
         overwritten the results by then, the function runs this step again. That gives the same results, because the
@@ -210,7 +210,7 @@ class BackendEngine:
 
     @torch.inference_mode()
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
-        """Discard what an overflowed pass with drafts wrote, and verify the slot's root without drafts."""
+        """Discard what an overflowed pass with drafts wrote, and verify ``root`` alone in the slot."""
         sequence, tree = cache.slots[slot], DraftTree.bare(root)
         sequence.kv.settle()
         sequence.kv.clear_from(sequence.length)

@@ -21,7 +21,7 @@ class StepOutput(NamedTuple):
     hidden: torch.Tensor | None
     """Shape ``[slots, rows, width]``; None if hidden states aren't recorded."""
     states: StatesOfTree | None = None
-    """States of recurrent layers after each row, if the model has any."""
+    """What advances recurrent states along an accepted path; None if the model has none."""
 
 
 class StepPass(Protocol):
@@ -31,5 +31,5 @@ class StepPass(Protocol):
     """True if the pass reads a fixed number of cache positions (the extent), whatever the context lengths."""
 
     def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
-        """Move cache positions and verify the trees, without synchronization or data-dependent control flow."""
+        """Move accepted paths in the cache, then verify trees, without synchronizing or data-dependent control flow."""
         ...

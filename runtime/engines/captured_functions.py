@@ -59,7 +59,7 @@ class CapturedRun(Generic[Output]):
         """Number of uses before another attempt to capture the function; None if it is captured."""
 
     def is_due(self) -> bool:
-        """Count a use; return True if the function should be captured now."""
+        """Count a use; return True if another attempt to capture the function is due now."""
         if self._uses_left is not None:
             self._uses_left -= 1
         return self._uses_left == 0

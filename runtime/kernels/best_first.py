@@ -1,4 +1,4 @@
-"""The list of a best-first search: the keys with the highest scores, of which the best ones are expanded in turn."""
+"""Keeps the keys with the highest scores of a best-first search in a sorted list."""
 
 from __future__ import annotations
 

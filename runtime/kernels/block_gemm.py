@@ -15,12 +15,13 @@ from hdtool.runtime.kernels.gemm_tiles import Operands, call_unpack, interleave,
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, ITEM_SIZE, LANES, l1_bytes, line_after
 
 GROUPS = (2, 4, 6) if LANES == 8 else (2, 4)
-"""Possible numbers of input rows per tile; the last rows use the smallest tile that fits. AVX registers hold the twelve
-sums of six input rows by two matrix rows, which needs fewer loads per multiplication than smaller tiles."""
+"""Possible numbers of input rows per tile; the last rows use the smallest tile that fits.
+
+AVX registers hold the sums of at most six input rows by two matrix rows; smaller tiles need more loads per product.
+"""
 SMALL_GROUP, GROUP = GROUPS[0], GROUPS[-1]
 MAX_TILE_COLUMNS = 512 if l1_bytes() * 3 // 4 < (GROUP + 2) * 768 * ITEM_SIZE else 768
-"""Maximum columns of a tile, a multiple of every format's block size: input and matrix rows of a tile may fill three
-quarters of L1."""
+"""Maximum columns of a tile, whose rows may fill 3/4 of L1; a multiple of every format's block size."""
 BLOCK_OUT_FEATURES = 64
 """Matrix rows per cache block, which is multiplied by all input rows before the next block is read."""
 MAX_INTERLEAVED_ROWS = (128 + GROUP - 1) // GROUP * GROUP

@@ -39,7 +39,7 @@ def _root() -> Path:
 
 
 def digest_of(package: Path) -> str:
-    """Return a hash of the sources with compiled functions, the versions of numba and Python, and the processor."""
+    """Return a hash of sources that have compiled functions, the versions of numba and Python, and the processor."""
     processor = (
         _config.CPU_NAME or llvm.get_host_cpu_name(),
         _config.CPU_FEATURES or llvm.get_host_cpu_features().flatten(),

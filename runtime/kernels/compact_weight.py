@@ -132,7 +132,7 @@ def embedding_rows(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def sharing(kind: type[M], module: Module, **more: Any) -> M:
-    """Return a module of another class that shares the parameters and hooks of ``module``."""
+    """Return a module of class ``kind`` that shares the parameters and hooks of ``module``; ``more`` are attributes."""
     other = kind.__new__(kind)
     other.__dict__ = {**module.__dict__, **more}
     return other
@@ -148,7 +148,7 @@ class CompactEmbedding(Embedding):
 
 
 def narrowed(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return the weight in a 16-bit dtype that represents all values exactly; None for all other weights."""
+    """Return the weight in a 16-bit dtype that represents all values exactly; None if there is no such dtype."""
     if weight.dtype in NARROW_DTYPES:
         return weight
     if weight.dtype != torch.float32:
@@ -172,7 +172,7 @@ def _rows(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tor
 
 
 def _viewed(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Apply a view operation to the stored form. Packed blocks support few views; for others, expand the weight."""
+    """Apply a view operation to the stored form, or to the expanded weight if packed blocks don't support the view."""
     stored = args[0].stored
     if isinstance(stored, PackedMatrix):
         viewed = stored.viewed(operation, args[1:])

@@ -130,7 +130,7 @@ def is_compiling(part: str) -> bool:
 
 
 def wait_until_compiled(part: str, *, shown: bool = True) -> None:
-    """Wait until the process that ``start_compiling`` started has compiled a part, or failed."""
+    """Wait until ``start_compiling``'s process, if any, has compiled a part or failed; show progress if ``shown``."""
     for process in _processes:
         if process.is_compiling(part):
             process.show_until_compiled(part) if shown else process.wait(part)

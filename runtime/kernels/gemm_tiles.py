@@ -29,21 +29,23 @@ from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, IND
 
 ELEMENT_TYPES = {FLOAT32: FLOAT, BFLOAT16: SHORT, FLOAT16: HALF}
 PREFETCH_DISTANCE = 8192
-"""Minimum prefetch distance in bytes; larger tiles prefetch one tile ahead. A pass of four rows through SmolLM2 on Zen
-5 took 8.5 ms with one tile (1,440 bytes), 8.3 with 2,048, 7.1 with 4,096, 7.0 with 8,192 and 7.3 with 16,384."""
+"""Minimum prefetch distance in bytes; larger tiles prefetch one tile ahead.
+
+On Zen 5, four rows through SmolLM2 took 8.5 ms with 1,440 bytes, 7.1 with 4,096, 7.0 with 8,192 and 7.3 with 16,384.
+"""
 INTO_L1 = CPU.startswith("znver")
-"""True if prefetching into L1 is faster than into L2, as on Zen. An Intel Xeon with AMX read 15 to 22 GB/s with L1 and
-23 to 29 with L2; a pass of one row took 11.5 ms with L1 and 10.5 ms with L2."""
+"""True if prefetching into L1 is faster than into L2, as on Zen; on an Intel Xeon, passes took 1.1 times as long."""
 SCALED_COLUMNS = 1024
 """Number of columns whose scales are computed ahead and kept on the stack."""
 PAIR_ACCUMULATORS = 24 if LANES == 16 else 8
 """Maximum number of sums in a tile of one or two matrix rows, whose operands take fewer registers."""
 QUAD_ACCUMULATORS = {16: 16, 8: 4, 4: 8}[LANES]
-"""Maximum sums of a tile of four matrix rows. With more, AVX has no registers left for scales and minima: two input
-rows by a 1,536 x 576 matrix in Q4_1 took 166 µs with eight sums and 97 µs with four, on Zen 4 without AVX-512."""
+"""Maximum sums of a tile of four matrix rows; with AVX, Q4_1 took 1.7 times as long with eight as with four."""
 TILE_OUT_FEATURES, MAX_TILE_ROWS = 8, 11 if LANES == 8 else max(8, PAIR_ACCUMULATORS // 2)
-"""A multiple of all tiles' matrix rows, and the maximum input rows of a tile. AVX has registers for eleven sums of one
-matrix row: nine input rows by a 1,536 x 576 matrix in Q4_1 take 0.78 of the time of a tile of five and one of four."""
+"""A multiple of all tiles' matrix rows, and the maximum input rows of a tile.
+
+AVX has registers for eleven sums of one matrix row; nine input rows took 0.78 times as long as in two tiles.
+"""
 MAX_DIRECT_ROWS = 4
 """Maximum input rows that a tile reads in place; more rows are interleaved vector by vector."""
 

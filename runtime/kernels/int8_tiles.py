@@ -46,7 +46,7 @@ MAX_LEVEL = 127.0
 MIN_MAGNITUDE = 1e-30
 """Parts whose largest magnitude doesn't exceed this become zero, because their scale's inverse might be infinite."""
 ROUNDING, ROUNDING_BITS = 12582912.0, 0x4B400000
-"""1.5 * 2**23 and its bits. Adding this constant rounds a small number to an integer in the lowest bits of the sum."""
+"""1.5 * 2**23 and its bits; adding it rounds a small number to an integer in the lowest bits of the sum."""
 
 
 @generated(types.int64, None, types.int64, types.int64)
@@ -113,11 +113,11 @@ def _sum(code: IntegerCode, vectors: list[Any]) -> Any:
 
 
 SIGN = 128
-"""Highest bit of a byte. Flipping this bit subtracts 128 from an unsigned level, which makes the level signed."""
+"""Highest bit of a byte; flipping it subtracts 128 from an unsigned level, which makes the level signed."""
 MAX_PAIR_BITS = 6
 """Maximum number of level bits with which the sum of two products always fits into 16 bits."""
 PANEL_PREFETCH_DISTANCE = 8192
-"""Prefetch distance in bytes."""
+"""Prefetch distance in bytes for at least ``FAR_PREFETCH_ROWS`` input rows."""
 ONE_ROW_PREFETCH_DISTANCE = 1024 if CPU in ("znver3", "znver4") else PANEL_PREFETCH_DISTANCE
 """Prefetch distance in bytes for one input row.
 
@@ -128,8 +128,9 @@ Intel Xeon with AMX, the pass took 8.4 ms with 1,024 bytes and 7.5 ms with 8,192
 FAR_PREFETCH_ROWS = 2
 """Minimum number of input rows for which tiles use ``PANEL_PREFETCH_DISTANCE``."""
 INT8_TILE_ROWS = 12 if PANEL_ROWS == 16 else 4
-"""Maximum rows per tile. Their sums and the levels must fit into registers, of which AVX-512 has 32 and AVX2 has 16. On
-an Intel Xeon with AMX, 12 rows in Q4_K took 0.77 to 0.90 times as long as with tiles of 8, and 33 rows 0.80 to 0.88.
+"""Maximum input rows per tile, whose sums must fit into registers: AVX-512 has 32, AVX2 16.
+
+On an Intel Xeon with AMX, 12 rows in Q4_K took 0.77 to 0.90 times as long as with tiles of 8, and 33 rows 0.80 to 0.88.
 """
 
 

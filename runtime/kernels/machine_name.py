@@ -1,4 +1,4 @@
-"""Names the machine that measurements were made on, and the dtype that they were made in."""
+"""Names devices, library versions and dtypes, to report with measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hdtool.runtime.kernels.compiled import processor_name
 
 
 def machine(device: torch.device | None = None) -> str:
-    """Describe a device and the library versions in one line; ``device`` defaults to the GPU, if any, else the CPU."""
+    """Return a line with a device and library versions; ``device`` defaults to the GPU, if any, else the CPU."""
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     host = "" if device.type == "cuda" else f", {os.cpu_count()} cores, {platform.system()}"

@@ -1,7 +1,7 @@
 """Matmuls ``outputs = inputs @ matrix.T + bias``: one C function, and a record of kernels per matrix format.
 
-BLAS is tuned for many rows. With one row, or the few rows of a draft tree, it doesn't reach memory bandwidth; this
-kernel reads the matrix once, in memory order, and prefetches ahead.
+BLAS is tuned for many rows. With one row, or the few rows of a draft tree, it doesn't reach memory bandwidth; these
+kernels read the matrix once, in memory order, and prefetch ahead.
 
 For many rows, as in prefill, ``panel_gemm`` or ``block_gemm`` is used. The order of summation is independent of the
 number of rows, so an output row is bitwise the same in any batch.
@@ -43,22 +43,21 @@ from hdtool.runtime.kernels.transposed_rows import expand_of, transpose_of
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, ITEM_SIZE, LANES, line_after
 
 HAS_PANELS = LANES == 16
-"""True if ``panel_gemm`` computes many rows. Without AVX-512, it takes 1.5 times as long as ``block_gemm`` with 12 rows
-and equally long with 128."""
+"""True if ``panel_gemm`` computes many rows; without AVX-512, ``block_gemm`` is up to 1.5 times as fast."""
 _multiply_many = panel_gemm.multiply_many if HAS_PANELS else block_gemm.multiply_many
 COLUMN_MULTIPLE = 64
 """Required divisor of a matrix's number of columns."""
 MAX_REGISTER_ROWS = 20 if LANES == 16 else 11
-"""Maximum input rows for which the matrix is unpacked in registers, once per tile; for more, ``_multiply_many`` is
-faster with packed formats. On an Intel Xeon with AVX-512, 21 rows in Q4_0, Q4_1, Q8_0, Q4_K and Q6_K take 0.71 to 1.05
-times as long in ``_multiply_many``, 18 rows 0.82 to 1.08 times, and in bfloat16 1.08 to 1.31 and 1.18 to 1.51 times."""
+"""Maximum input rows for which the matrix is unpacked in registers, once per tile.
+
+For more, ``_multiply_many`` is faster with packed formats: on an Intel Xeon with AVX-512, 21 rows take 0.71 to 1.05
+times as long, but 1.08 to 1.31 times in bfloat16.
+"""
 MAX_LONG_REGISTER_ROWS = 8 if LANES == 8 else MAX_REGISTER_ROWS
-"""Like ``MAX_REGISTER_ROWS``, for input rows that together exceed L1. On Zen 4 without AVX-512, eleven rows by a 576 x
-1,536 matrix in Q4_1 took 1.3 times as long in registers as in ``_multiply_many``."""
+"""Like ``MAX_REGISTER_ROWS``, for input rows that together exceed L1; with AVX, eleven rows are slower in registers."""
 L1_NUMBERS = 8192
 MAX_CACHED_VALUES = 1 << 17 if LANES == 16 else 10240
-"""Maximum size of a tile's prepared input rows in float32 numbers, so that they stay cached between tiles: in L2 with
-AVX-512, where rereading inputs is faster than unpacking the matrix again."""
+"""Maximum float32 numbers in a tile's prepared input rows, which stay cached between tiles: with AVX-512, in L2."""
 
 _ROW_OUT_FEATURES = (0, *(tile_out_features(rows) for rows in range(1, MAX_TILE_ROWS + 1)))
 _single = by_rows({1: tile(1, 1)})
@@ -103,17 +102,17 @@ KERNELS = np.dtype(
 """Record of the functions and sizes by which matrices in one format are multiplied."""
 PREPARED_COLUMNS = 32
 MATMUL_ARGUMENTS = 10
-"""Number of arguments of a matmul: kernels, matrix, out_features, columns, inputs, rows, outputs, bias (or 0), and the
-first and end of the matrix rows to compute, which form whole int8 panels except at the matrix's end. Kernels and arrays
-are given by address."""
+"""Number of arguments of a matmul, of which kernels and arrays are given by address.
+
+They are kernels, matrix, out_features, columns, inputs, rows, outputs, bias (or 0), and the first and end of the matrix
+rows to compute, which form whole int8 panels except at the matrix's end.
+"""
 STEP = types.void(*[types.int64] * MATMUL_ARGUMENTS)
 """Signature of a matmul, and of the other functions that ``call_at`` calls."""
 TILES = types.void(*[types.int64] * 8)
-"""Signature of a format's C function ``multiply_tiles``: matrix, the size of a row or panel in bytes, out_features,
-columns, inputs, outputs, output_stride and rows."""
+"""Signature of ``multiply_tiles``: matrix, its stride, out_features, columns, inputs, outputs, output_stride, rows."""
 PREPARE = types.void(*[types.int64] * 5)
-"""Signature of a C function that prepares input rows: inputs, columns, rows, the address to write to, and the number of
-rows of each tile except the last."""
+"""Signature of C functions that prepare input rows: inputs, columns, rows, address to write to, and rows per tile."""
 call_at, call_tiles, call_prepare = caller_of(STEP), caller_of(TILES), caller_of(PREPARE)
 
 

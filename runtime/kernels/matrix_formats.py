@@ -81,10 +81,9 @@ GGUF_FORMATS = (
     BlockFormat("MXFP4", 32, 17),
 )
 INT8 = BlockFormat("int8", 64, 68)
-"""A float32 scale, then 8-bit integers."""
+"""Blocks of a float32 scale, followed by 8-bit integers."""
 INT4 = BlockFormat("int4", 64, 40)
-"""A float32 scale and minimum, then 4-bit integers: 16 bytes for each 32 columns, whose low halves hold the first 16
-columns."""
+"""Blocks of a float32 scale and minimum and 4-bit integers: 16 bytes per 32 columns, the first 16 in the low halves."""
 FLOAT32, BFLOAT16, FLOAT16 = NUMBERS = (
     BlockFormat("float32", 1, 4),
     BlockFormat("bfloat16", 1, 2),
@@ -115,16 +114,17 @@ MANTISSA_BITS = 23
 LEVELS = [float(level) for level in range(16)]
 """Values of 4-bit integers."""
 FLOAT16_VALUES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
-"""The float32 value of every float16, at the index that its bits make. A broadcast from memory needs no shuffle, and
-LLVM fuses it into the multiplication; converting a number takes two shuffles more."""
+"""Float32 value of every float16, indexed by its bits: broadcasting it from memory is faster than converting."""
 FLOAT16_VALUES.flags.writeable = False
 FLOAT16_TABLE = "hdtool_float16_values"
 add_symbol(FLOAT16_TABLE, FLOAT16_VALUES.ctypes.data)
 PERMUTATION = "llvm.x86.avx512.permvar.sf.512"
 PRECOMPUTED_SCALES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 16, "Q5_K": 16, "Q6_K": 16}
-"""Number of scales and addends per block, for formats whose scales a tile computes ahead for many blocks: broadcasting
-them from memory saves shuffles, the bottleneck of tiles with few input rows. Formats with a single scale or with
-float32 scales are faster without computing ahead."""
+"""Number of scales and addends per block, for formats whose scales a tile computes ahead for many blocks.
+
+Broadcasting them from memory saves shuffles, the bottleneck of tiles with few input rows. Formats with a single scale
+or with float32 scales are faster without.
+"""
 
 
 class BlockCode:

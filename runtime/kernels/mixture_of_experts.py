@@ -408,7 +408,7 @@ def arrange_experts(model: Module) -> None:
 
 
 def compile_experts(model: Module) -> None:
-    """Rearrange a model's experts; replace them with ``CompiledExperts`` if outputs match. Parameters are shared."""
+    """Rearrange a model's experts, and replace them by ``CompiledExperts`` that share parameters if outputs match."""
     arrange_experts(model)
     same: dict[type, bool] = {}
     for module in list(model.modules()):

@@ -29,31 +29,32 @@ from hdtool.runtime.kernels.vector_code import CACHE_LINE, FLOAT, INDEX, ITEM_SI
 VECTORS = 3
 """Maximum vectors of matrix rows in a panel; the last panel has no more than it needs."""
 PANEL = VECTORS * LANES
-"""Maximum matrix rows in a panel. A tile multiplies them by some input rows, for one lane and range of columns."""
+"""Maximum matrix rows in a panel; a tile multiplies them by some input rows, for one lane and range of columns."""
 GROUPS = (3, 6, 9) if LANES == 16 else (2, 4)
-"""Possible numbers of input rows per tile, at most ``LANES``; the last rows use the smallest tile that fits. With
-AVX-512, the largest tile takes 31 of 32 registers: 27 sums, three vectors of weights and one input. On an Intel Xeon,
-252 rows by an 8,192 x 2,048 matrix in Q4_0 took 1.06 times as long in tiles of two vectors by 14 rows."""
+"""Possible numbers of input rows per tile, at most ``LANES``; the last rows use the smallest tile that fits.
+
+With AVX-512, the largest tile takes 31 of 32 registers: 27 sums, three vectors of weights and one input.
+"""
 GROUP = GROUPS[-1]
 MAX_RANGE = 2048
 """Maximum columns of a range, over which a tile adds up a lane's partial sums at once."""
 MAX_ROWS = (256 + GROUP - 1) // GROUP * GROUP
 """Maximum number of input rows that share a transposed panel."""
 MAX_LONG_ROWS = 135
-"""Like ``MAX_ROWS``, for rows of more than ``MAX_LONG_COLUMNS``. 252 rows by a 2,048 x 8,192 matrix in Q4_0 take 0.93
-times as long in two chunks as in one, and by an 8,192 x 2,048 matrix 1.05 times."""
+"""Like ``MAX_ROWS``, for rows of more than ``MAX_LONG_COLUMNS``: two chunks of such rows are faster than one."""
 MAX_LONG_COLUMNS = 4096
 PADDING = LANES
-"""Unused numbers after each lane's columns, without which the same columns of all lanes may fall into one cache set.
-Transposing a group of fewer than ``LANES`` rows also writes there."""
+"""Unused numbers after a lane's columns, which spread lanes over cache sets; ``_transpose`` may write there."""
 LINE = CACHE_LINE // ITEM_SIZE
 """Float32 numbers per cache line."""
 LEVELS = LANES.bit_length() - 1
 """Number of levels at which a sum waits for its partner."""
 ORDER = tuple(int(f"{number:0{LEVELS}b}"[::-1], 2) for number in range(LANES))
-"""Lanes in the order in which their partial sums are computed. The sum at position ``n`` merges with the one waiting at
-level 0, the result with the one at level 1 and so on, once for each trailing 1 bit of ``n``; the result then waits at
-the next level."""
+"""Lanes in the order in which their partial sums are computed.
+
+The sum at position ``n`` merges with the one waiting at level 0, the result with the one at level 1 and so on, once for
+each trailing 1 bit of ``n``; the result then waits at the next level.
+"""
 
 
 @compiled

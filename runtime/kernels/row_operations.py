@@ -293,7 +293,7 @@ def rotate_head(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written
 
 @generated(*[types.int64] * 5)
 def rotate_pairs(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written: Any) -> None:
-    """Apply rotary embedding to a head in which the two numbers of a pair are adjacent."""
+    """Apply rotary embedding to a head of adjacent pairs; ``sin`` must be negated for the first number of each pair."""
     code = FloatCode(builder)
     swapped = code.integers([lane ^ 1 for lane in range(LANES)])
 
@@ -309,7 +309,7 @@ def rotate_pairs(builder: Any, read: Any, cos: Any, sin: Any, width: Any, writte
 
 
 ROTARY_LANES = LANES // 2
-"""Number of values rotated at once. It divides half a head's width, as the width is a multiple of ``LANES``."""
+"""Number of values rotated at once; it divides half a head's width, as the width is a multiple of ``LANES``."""
 
 
 @compiled

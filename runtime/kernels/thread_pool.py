@@ -1,6 +1,6 @@
 """Thread pool for matmuls and attention in compiled passes.
 
-Idle threads spin on a word of memory, because a pass runs hundreds of jobs that are shorter than a thread's wake-up.
+While the pool is open, idle threads spin, because a pass runs hundreds of jobs that are shorter than a wake-up.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ WORK = 0
 COMPLETED = CACHE_LINE // WORD_SIZE
 """Field with the number of completed parts, on a separate cache line."""
 JOB = 2 * CACHE_LINE // WORD_SIZE
-"""First field of the job record: the function's address and its arguments without the range of units, the number of
-units, the multiple at which parts start, and the number of parts."""
+"""First field of the job: function, eight arguments, units, multiple at which parts start, and number of parts."""
 CONTROL_FIELDS = JOB + MATMUL_ARGUMENTS + 2
 MAX_PARTS = 1 << 16
 CLOSED = -1
 PARTS_PER_THREAD = 2
-"""Parts of a job per thread. More parts balance the load if a thread is interrupted, but add overhead."""
+"""Parts of a job per thread; more parts balance the load if a thread is interrupted, but add overhead."""
 MIN_PARALLEL_WEIGHTS = 1 << 16
 """Matmuls with fewer weights run on the calling thread only."""
 ROW_MULTIPLE = 16

@@ -1,8 +1,8 @@
 """Transposes matrix rows, so that a vector holds one column of ``LANES`` rows, and expands them lane by lane.
 
-A lane has every ``LANES``-th column. Numbers are expanded to float32 and transposed. Of packed blocks, the bytes are
-transposed, and expanded when their lane is needed: they take less memory and fewer shuffles. Packed blocks need
-AVX-512, as a vector must have as many lanes as a row has bytes that are transposed at once.
+A lane has every ``LANES``-th column. Numbers are expanded to float32 and transposed. Packed blocks are transposed as
+bytes and expanded when their lane is needed, which takes less memory and fewer shuffles. They need AVX-512, as a vector
+must have as many lanes as a row has bytes that are transposed at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hdtool.runtime.kernels.matrix_formats import (
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, ITEM_SIZE, LANES, OCTET, FloatCode, VectorCode
 
 SQUARE = 16
-"""Bytes per row, and rows, that are transposed at once."""
+"""Number of rows, and of bytes of each row, that are transposed at once."""
 VECTOR_BYTES = LANES * ITEM_SIZE
 FIRST_LEVELS = {
     "Q4_0": (2,),

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 Matmul = TypeVar("Matmul", bound=Module)
 QUERIES = ("q_proj",), ("q_a_proj", "q_a_layernorm", "q_b_proj")
-"""Names of the modules that compute queries: one projection, or a projection to a latent vector, its norm and another
-projection."""
+"""Names of the modules that compute queries: a projection, or two projections with a norm between them."""
 KEYS_AND_VALUES = "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
-"""Names of the modules that compute keys and values: a projection to the latent vector and the rotated part of the
-keys, the latent vector's norm, and the projection that expands it to the keys and values of each head."""
+"""Names of the modules that compute keys and values.
+
+They are a projection to the latent vector and the rotated part of the keys, the latent vector's norm, and the
+projection that expands it to the plain key part and values of each head.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class LatentParts(Generic[Matmul]):
     norm: Module
     """Norm of the latent vector; the cache holds normalized vectors."""
     expansion: Matmul
-    """Linear layer from the latent vector to each head's plain key part and values. Engines read its weight."""
+    """Linear layer from the latent vector to each head's plain key part and values; engines read its weight."""
     heads: int
     plain: int
     """Width of the plain part, which is the first part of a query or key."""

@@ -32,7 +32,7 @@ ATTRIBUTES = frozenset({
     "is_causal", "is_sliding", "layer_idx", "layer_type", "num_attention_heads", "num_key_value_groups",
     "num_key_value_heads", "scaling", "sliding_window",
 })  # fmt: skip
-"""Attributes of layers, attention and MLPs that this package reads or that only affect an attention window."""
+"""Attributes that layers, attention and MLPs of any family may have; see ``Family.knows``."""
 SETTINGS = frozenset({
     "attention_bias", "attention_dropout", "bos_token_id", "eos_token_id", "head_dim", "hidden_act",
     "hidden_activation", "hidden_size", "initializer_range", "intermediate_size", "layer_types",
@@ -80,7 +80,7 @@ class Names:
     """Name of the MLP or mixture of experts."""
     gate: str = "gate_proj"
     up: str = "up_proj"
-    """Empty for MLPs without a gate, which apply the activation to the output of ``gate`` alone."""
+    """Name of the up projection; empty for MLPs without a gate, which activate the output of ``gate`` alone."""
     gate_up: str = "gate_up_proj"
     """Name of the module that joins the gate and up projections."""
     down: str = "down_proj"

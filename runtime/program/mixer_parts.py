@@ -68,7 +68,7 @@ class MixerParts(Generic[Matmul]):
 
     @property
     def called(self) -> tuple[Module, ...]:
-        """Modules that a fused pass always calls: matmuls and the module of the decays, but not the gated norm."""
+        """Modules that ``ProgramPass`` always calls: matmuls and the module of the decays, but not the gated norm."""
         return *self.matmuls, *filter(None, (self.decay,))
 
     @property
@@ -312,7 +312,7 @@ class ExpertKind:
     """Class and module names of a model type's mixture of experts, and how the mixture's router scores experts."""
 
     block: str
-    """Class name of the mixture. Engines without their own code for experts call Transformers' module."""
+    """Class name of the mixture, which engines without their own code for experts call."""
     router: str
     """Class name of the router."""
     gate: str = "gate"

@@ -65,7 +65,7 @@ class LayerParts(Generic[Matmul]):
 
     layer: Module
     attention: Module | None = None
-    """None in a layer without attention; then ``qkv`` is empty, and ``out`` None."""
+    """Module of the attention; if the layer has none, ``qkv`` is empty, too, and ``out`` None."""
     qkv: tuple[Matmul, ...] = ()
     """Query, key and value projections, or one joined matrix.
 
@@ -79,7 +79,7 @@ class LayerParts(Generic[Matmul]):
     down: tuple[Matmul, ...]
     """Down projection of the MLP or shared expert; empty if the layer has neither."""
     experts: Module | None = None
-    """Mixture of experts that replaces the MLP or is added to it; None without one. See also ``added_mixture``."""
+    """Mixture of experts that replaces the MLP or is added to it, unless it is ``added_mixture``; None without one."""
     block_norms: tuple[Module | None, ...]
     """Norms before and after attention, and before and after the MLP; None for each that the layer lacks."""
     head_norms: tuple[Module, ...] = ()
@@ -94,7 +94,7 @@ class LayerParts(Generic[Matmul]):
     scale: float = 0.0
     activation: str
     activation_module: Module | None = None
-    """None if there is no MLP or its activation isn't a module."""
+    """Module of the MLP's activation; None if there is no MLP or its activation isn't a module."""
     shared_gate: Matmul | None = None
     """Linear layer whose sigmoid scales the shared expert's output; None if the output isn't scaled."""
     mixer: MixerParts[Matmul] | None = None

@@ -23,7 +23,7 @@ from hdtool.runtime.target.target import Target
 NODES = (0, 15)
 """Sizes, in nodes, of the trees that are timed to choose the number of threads."""
 REPEATS, PATIENCE = 3, 0.02
-"""Number of timed repetitions after a warm-up, and the time in seconds after which no further one starts."""
+"""Maximum number of timed repetitions, and the time in seconds after which no further one starts."""
 MIN_SPEEDUP = 1.03
 """Minimum speedup for which twice as many threads are used."""
 CGROUPS = Path("/sys/fs/cgroup")
@@ -34,7 +34,8 @@ def choose_threads(target: Target, wanted: int | None = None, record: CachedValu
 
     Compiled passes are timed with all threads, half of them, and so on, until fewer are slower. With a ``record``,
     processes reuse the result for 24 hours. While another process compiles the drafter, times would mislead, so all
-    threads but one are used. Without compiled passes, the container's CPU quota limits the number of threads.
+    threads but one are used. Without compiled passes, the container's CPU quota limits the number of threads. On other
+    devices than CPUs, the number stays as it is.
     """
     if wanted is not None:
         torch.set_num_threads(wanted)
@@ -95,7 +96,7 @@ def _seconds_with(threads: int, target: Target) -> float:
 
 
 def mean_seconds(run: Callable[[], float]) -> float:
-    """Return the mean of several measurements after a warm-up, including those slowed by a busy machine."""
+    """Return the mean of the times in seconds that ``run`` returns, called up to ``REPEATS`` times after a warm-up."""
     seconds: list[float] = []
     began = time.perf_counter()
     for repeat in range(REPEATS + 1):

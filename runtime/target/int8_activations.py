@@ -1,4 +1,4 @@
-"""Refuses ``--activations int8``, before weights are read, if other options, a file or the configuration rule it out.
+"""Refuses ``--activations int8`` before weights are read, if other options, a GGUF file or the model rule it out.
 
 The later proof of compiled passes may also rule it out.
 """

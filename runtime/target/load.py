@@ -102,7 +102,7 @@ _TARGETS: WeakValueDictionary[int, Target] = WeakValueDictionary()
 def target_of_loaded(model: PreTrainedModel) -> Target | None:
     """Return a second target for a model that ``load`` has loaded; it computes as the first one does.
 
-    Return None if the model would have to be checked again, as after a change, or if its first target is gone.
+    Return None if ``load`` didn't load the model, if the first target is gone, or if ``Target.twin`` returns None.
     """
     loaded = _TARGETS.get(id(model))  # a target holds its model, so the id is not that of another one
     return loaded.twin() if loaded else None
@@ -202,7 +202,7 @@ def _quantized(config: ModelConfig, settings: Any) -> Path | None:
 
 
 def _target_with(proof: Proof | None, config: ModelConfig, settings: Any, kept: KeptProof | None) -> Target | None:
-    """Load a model, compiled if possible; return None if it differs from ``proof``. Without one, keep a new proof."""
+    """Load a model, compiled if possible, and keep a new proof, or return None if the model differs from ``proof``."""
     cpu = torch.device("cpu")
     quantized = _quantized(config, settings)
     model = _attempt(config.name, "its weights", lambda: stored_model(config, settings, quantized, check=proof is None))
@@ -242,7 +242,7 @@ def _kept_proof(config: ModelConfig, settings: Any) -> KeptProof | None:
 
 
 def load_part(config: ModelConfig) -> Target:
-    """Load this process's shard of a model. All processes must load at the same time."""
+    """Load this process's shard of a model; all processes must load at the same time."""
     return _attempt(config.name, "a part of it", lambda: Target(_sharded_weights(config, load_settings(config)), never))
 
 
@@ -411,7 +411,7 @@ def _listed(available: dict[str, int]) -> str:
 
 
 def pick_dtype(wanted: str, device: torch.device) -> torch.dtype | str:
-    """Return the dtype to compute in. For "auto", use float32 on a CPU and the checkpoint's dtype elsewhere."""
+    """Return the dtype to compute in; "auto" becomes float32 on a CPU and stays "auto" (the checkpoint's) elsewhere."""
     if wanted == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     dtype = getattr(torch, wanted)

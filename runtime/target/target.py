@@ -138,7 +138,7 @@ class Target(BackendEngine):
         return self.compiled is not None
 
     def twin(self) -> Target | None:
-        """Return another target of the model, with a cache of its own, which isn't checked again.
+        """Return another target of the model, with a cache of its own, without checking the model again.
 
         Return None if the model has changed since the last prompt or needs a check, as on GPUs, with recurrent layers
         and for chains.
@@ -174,11 +174,11 @@ class Target(BackendEngine):
 
     @torch.inference_mode()
     def notice_silent_change(self, *, goes_on: bool) -> bool:
-        """Count a change of weights that torch doesn't track, which invalidates all cached contexts; return True then.
+        """Return True if weights changed unnoticed by torch; count the change, which invalidates all cached contexts.
 
         Writing to a weight through ``.data`` leaves its version counter unchanged. The logits after a single token are
-        therefore compared with those that the first call recorded. Later calls compare them only if ``goes_on`` says
-        that a prompt continues a cached context; otherwise they return False.
+        therefore compared with those that an earlier call recorded. The first call returns False, and later ones
+        compare only if ``goes_on`` says that a prompt continues a cached context, and otherwise return False.
 
         Comparing the cached keys and values of such a context is not enough, since recurrent states can't be compared.
         Return False if several processes share the model.
@@ -194,14 +194,14 @@ class Target(BackendEngine):
         return True
 
     def changing(self) -> AbstractContextManager[None]:
-        """In this block, ignore changes to the model. Use this for hdtool's own changes, which don't affect answers."""
+        """Return a context manager that ignores changes to the model, for those by hdtool that don't affect answers."""
         return self._changes.ignored()
 
     def notice_changes(self) -> None:
         """Discard captured and compiled passes if the model changed since the last prompt; count the change.
 
         Passes stay valid if weights were only written in place. If the model's modules, code or hooks changed, check it
-        again; raise a ``FamilyError`` if the check fails.
+        again; raise a ``ModelError`` if the check fails.
         """
         with forward_lock(self.model):  # a pass of another target may have replaced forwards, and a proof adds hooks
             changed = self._changes.found(self._discard)
@@ -228,14 +228,14 @@ class Target(BackendEngine):
         return RankingPasses(capture, self.device, rankings, best, lambda: self.changes)
 
     def drafter_layers(self, parts: ModelParts[Module], windows: list[AttentionWindow]) -> DrafterLayers:
-        """Return decoder layers of a trained drafter, computed as a described model's are."""
+        """Return an object that computes a trained drafter's decoder layers by the reference operations."""
         from hdtool.runtime.engines.reference.drafter_layers import DrafterLayers
 
         return DrafterLayers(parts, windows)
 
     @property
     def program_support(self) -> EngineSupport[Module]:
-        """The modules and families that described passes support."""
+        """The modules and families that ``ProgramPass`` supports for weights of the model's dtype and device."""
         from hdtool.runtime.engines.reference.program_support import program_support
 
         return program_support(self.dtype, self.device)

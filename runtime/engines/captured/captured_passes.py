@@ -80,7 +80,7 @@ class TransformersPass:
     ) -> AbstractContextManager[Callable[[], StackedStates] | None]:
         """Return a context manager that makes recurrent layers process the step's trees instead of sequences.
 
-        It yields a function that returns the states after the pass; for a model without states, it yields None.
+        It yields a function that returns the pass's ``StackedStates``; for a model without states, it yields None.
         """
         recurrent = self._recurrent
         return recurrent.over_step(step, storage.states) if recurrent and storage.states else nullcontext()
@@ -122,7 +122,7 @@ class CapturedPasses(Backend):
 
     @property
     def is_fused(self) -> bool:
-        """True if hdtool's fused pass is captured rather than a pass through transformers' layers."""
+        """True if hdtool's own pass is captured rather than a pass through transformers' layers."""
         return bool(self._passes) and isinstance(self._passes[0], ProgramPass)
 
     @property
@@ -251,7 +251,7 @@ def reserved_positions(stock: StockModel, facts: ModelFacts) -> int:
 
 
 def passes_of(stock: StockModel, facts: ModelFacts) -> list[StepPass]:
-    """Return the passes to try to capture, the fastest first; print a note if memory is too short for the fused one."""
+    """Return the passes to try to capture, the fastest first; print a note if memory is too short for hdtool's own."""
     try:
         fused = fuse(stock, facts)
     except torch.OutOfMemoryError:

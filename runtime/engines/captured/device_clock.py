@@ -1,4 +1,4 @@
-"""A clock for work on a device."""
+"""Measures how long a device takes for work that the host doesn't wait for."""
 
 from __future__ import annotations
 

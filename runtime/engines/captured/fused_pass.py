@@ -27,10 +27,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def fuse(stock: StockModel, facts: ModelFacts) -> ProgramPass | None:
-    """Return the fused pass of a model, or None if the model is unsupported.
+    """Return hdtool's own pass of a model, or None if the model is unsupported.
 
-    The weights of matmuls that read the same input become views of one merged tensor, where possible. If memory is too
-    short for that, ``torch.OutOfMemoryError`` is raised.
+    The weights of matmuls that read the same input become views of one merged tensor, where possible. Raise a
+    ``torch.OutOfMemoryError`` if memory is too short for that.
     """
     if stock.dtype not in DTYPES:
         return None

@@ -32,16 +32,16 @@ from hdtool.runtime.kernels.topk import MAX_RANKED
 from hdtool.runtime.model.pass_inputs import StepInput, TransferBuffer
 
 STEP_SIZES = (1, 8, 16, 32, 64, LARGEST_TREE + 1)
-"""Numbers of rows per slot in captured steps. Matmuls use tiles of 64 rows: one more row starts another tile."""
+"""Numbers of rows per slot in captured steps; in matmuls, a row more than 64 starts another tile."""
 RECORDED = STEP_SIZES[:-1]
 """Step sizes that are captured before an answer needs them; draft budgets never choose larger ones."""
 RECORDED_ROWS = 512
-"""Rows of the largest step over several slots that is captured before an answer needs it: larger ones rarely pay."""
+"""Maximum rows of a step over several slots that is captured before an answer needs it; larger ones rarely pay."""
 UNUSED = DraftTree.bare(0)
-"""Tree of each slot that a step leaves out. Because all have the same token, they need few experts of a mixture."""
+"""Tree of each slot that a step leaves out; since all have the same token, they need few experts of a mixture."""
 
 Steps = CapturedRuns[tuple[int, int, int], StatesOfTree | None]
-"""Captured steps by slots, rows and extent, which return the states that they write."""
+"""Captured steps by slots, rows and extent; their output is that of ``StepOutput.states``."""
 
 
 class StaticSteps:
@@ -60,7 +60,7 @@ class StaticSteps:
         self._rankings = CapturedRuns[int, None](capture)
         """Captured rankings of the logits in the buffers, by number of rows."""
         self._buffers: list[_Buffers] = []
-        """Buffers, the smallest first. A step uses the smallest that hold its rows, and only larger ones are added."""
+        """Buffers, the smallest first; a step uses the smallest that hold its rows, and only larger ones are added."""
         self._running: RunningPass | None = None
         """The last step that was started, while the buffers hold its results."""
 
@@ -94,7 +94,7 @@ class StaticSteps:
 
     @property
     def holds_results(self) -> bool:
-        """True if the buffers hold the results of the last step, so that there was enough memory to run it."""
+        """True if the buffers hold the results of the last step; False if memory was too short to run it."""
         return self._running is not None
 
     def _finish_running(self) -> None:

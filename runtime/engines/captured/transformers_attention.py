@@ -1,4 +1,4 @@
-"""Replaces the attention of transformers' layers in passes over draft trees."""
+"""Replaces the attention of transformers' layers by hdtool's Triton kernels in passes over draft trees."""
 
 from __future__ import annotations
 

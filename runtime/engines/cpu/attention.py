@@ -18,7 +18,7 @@ from hdtool.runtime.kernels.row_operations import elementwise, exponentiate, mul
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 16, 48
-"""Number of queries per block; a block's queries share keys and values while these are in the L1 cache.
+"""Usual and maximum number of queries per block, which share keys and values while these are in the L1 cache.
 
 ``block_queries`` uses the maximum if the threads can share the heads evenly. With 8,000 positions, whose keys and
 values exceed L2, eight rows of nine heads then took 0.81 times as long as with blocks of 16.
@@ -93,9 +93,9 @@ _mask, _bound_and_mask = _masked(caps=False), _masked(caps=True)
 
 
 VALUE_QUERIES = 2 if LANES == 8 else 4
-"""Queries whose sums are in registers together. With AVX's 16 registers, four queries took 1.6 to 1.7 times as long."""
+"""Number of queries whose sums are in registers together; with AVX, four took 1.6 to 1.7 times as long as two."""
 VALUE_VECTORS = 4
-"""Vectors of a value that are read together, if at least that many are left."""
+"""Number of vectors of a value that are read together, if at least that many are left."""
 
 
 @generated(*[types.int64] * 9)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class CompiledModel(Backend):
-    """Computes one model's forward passes, as long as the model hasn't changed since the last call of ``record``."""
+    """Computes a model's passes as long as only in-place writes to weights have changed the model since ``record``."""
 
     def __init__(self, parts: CompiledParts, windows: Sequence[AttentionWindow], log: PassLog) -> None:
         self._parts, self._log = parts, log
@@ -74,7 +74,7 @@ class CompiledModel(Backend):
     def use_int8_activations(self, like: CompiledModel | None = None) -> bool:
         """Multiply packed weights by 8-bit activations from now on; return True if the model has packed weights.
 
-        The memory of ``like``, which computes the same model that way, is shared.
+        ``like``, if given, computes the same model with 8-bit activations, and its copies of the weights are shared.
 
         Rounding to 8 bits amplifies small differences, so a row's result must not depend, bit for bit, on the other
         rows in the pass; compiled passes guarantee this.

@@ -44,7 +44,7 @@ def _is_embedding(module: Module) -> bool:
 
 
 def scale_of(embedding: Module) -> float | None:
-    """Return the factor by which a Transformers embedding scales its rows; None if it doesn't scale them."""
+    """Return the factor by which a Transformers embedding scales its rows; None for an embedding that doesn't."""
     if not (type(embedding).__name__.endswith("ScaledWordEmbedding") and package_of(embedding)):
         return None
     scale = embedding._buffers.get("embed_scale")

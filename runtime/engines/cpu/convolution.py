@@ -32,7 +32,7 @@ ORIGIN = np.dtype(
 """Where a row of a tree reads the state that it starts from, and writes the state after it."""
 ORIGIN_SIZE = ORIGIN.itemsize
 BEFORE, PADDING = -1, -2
-"""BEFORE: the row starts from the state before the tree. PADDING: the row isn't part of the tree and isn't computed."""
+"""Marks of rows that start from the state before the tree, and of rows that aren't part of it and aren't computed."""
 
 
 @compiled

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.engines.cpu.weight_table import WeightTable
 
 PROMPT_CHUNK = 128
-"""Maximum number of prompt tokens per pass. Larger passes take longer per row."""
+"""Maximum number of prompt tokens per pass; larger passes take longer per row."""
 CHAIN = np.arange(-1, PROMPT_CHUNK, dtype=np.int32)
 """Parents of a tree whose nodes form a chain."""
 
@@ -70,7 +70,7 @@ class TreePass:
         records = zeroed_records(TREE_PASS)
         self._record, self._at = records[0], records.ctypes.data
         self._active_experts: Array = records["pass_record"]["active_experts"]
-        """View of the record's field. Reading the field through the record takes 14 µs."""
+        """View of the field in ``_record``, which takes 14 µs to read through the record."""
         self.nodes = 0
         """Number of nodes that the last pass verified, as ``PassLog`` counts them."""
         rows = slots * self._rows

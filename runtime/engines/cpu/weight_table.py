@@ -131,8 +131,8 @@ class WeightTable:
     def use_int8_activations(self, like: WeightTable | None = None) -> bool:
         """Multiply packed weights by 8-bit activations from now on; return True if the model has packed weights.
 
-        Packed weights are copied into panels, unless ``like``, another table of the model, has them, and their own
-        memory is paged out. Other matmuls, such as an unquantized output layer, keep float32.
+        Packed weights are copied into panels, and their own memory is paged out; the panels of ``like``, another table
+        of the model, are shared. Other matmuls, such as an unquantized output layer, keep float32.
         """
         self._panels |= like._panels if like else {}
         input_rows = [MatmulRows.whole(self._parts.inputs.projection)] if self._parts.inputs else []

@@ -39,7 +39,10 @@ class CudaGraphs:
             self._kept = self.record(run)
 
     def record(self, run: Run) -> Run:
-        """Return a function that replays ``run``, or ``run`` itself if memory is too short even in a second attempt."""
+        """Return a function that replays ``run``, or ``run`` itself if memory is too short even in a second attempt.
+
+        Raise the error of a second attempt that fails otherwise, or of ``run`` if memory is too short even for that.
+        """
         try:
             return self._record(run)
         except Exception:  # from any code; memory or another thread may have been in the way

@@ -83,7 +83,7 @@ def decays(log_decay, ancestors, row, rows):
 
 @triton.jit
 def rows_of(tensor, first, stride, row, column, used, there):
-    """Load columns of a slot's rows."""
+    """Load the columns ``column`` of a slot's rows; those not ``used`` or not ``there`` are 0."""
     at = (first + row).to(tl.int64)[:, None] * stride + column[None, :]
     return tl.load(tensor + at, mask=used[:, None] & there[None, :], other=0.0)
 
@@ -216,7 +216,7 @@ def scan_kernel(
 
 
 PATH = "slot", "count", "low", "high", "slots", "rows"
-"""Arguments that differ between steps, for which no kernel may be compiled anew."""
+"""Arguments that differ between steps; kernels aren't specialized for their values, which would compile them anew."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Triton kernels of a fused pass.
+"""Triton kernels of a described model's pass: norms, rotary positions, attention, gates and moves in the cache.
 
 Each kernel rounds where the corresponding Transformers module rounds, and accumulates in float32.
 """

@@ -1,4 +1,4 @@
-"""Implements most operations of mixers with one Triton kernel each."""
+"""Implements the operations of recurrent mixers and short convolutions over draft trees with Triton kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implements the operations of a fused pass with Triton kernels."""
+"""Implements the operations between the matmuls of a described model's pass with Triton kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNEVEN_SPLITS = 16
 MAX_PARTS = 1 << 26
 """Maximum number of bytes for the outputs of all splits, beyond which ``UNEVEN_SPLITS`` is reduced."""
 MIN_SPLIT_KEYS = 128
-"""Minimum number of keys in a split. With fewer, merging the splits would take longer than they save."""
+"""Minimum number of keys in a split; with fewer, merging the splits would take longer than they save."""
 GATE_BLOCK = 1024
 """Columns that one program of the gate kernel computes."""
 PROGRAMS_PER_PROCESSOR = 2
@@ -60,7 +60,7 @@ HOPPER = 9
 
 
 class TritonOperations(Operations):
-    """Implements most operations with one Triton kernel each.
+    """Implements most operations of a described model's pass with one Triton kernel each.
 
     Attention needs two kernels, and so does ``rotate_and_store`` if a norm spans all heads.
     """

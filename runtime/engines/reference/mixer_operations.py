@@ -21,7 +21,7 @@ class DeltaInputs(NamedTuple):
     strength: torch.Tensor
     """One value per head, whose sigmoid is the head's write strength."""
     step: torch.Tensor
-    """Time step of each head; for a delta attention, logarithm of the decay of each head's key channels."""
+    """Each head's time step before bias and softplus; in a delta attention, logarithms of its key channels' decays."""
 
 
 class MixerOperations:
@@ -33,7 +33,7 @@ class MixerOperations:
     def convolve(
         self, parts: MixerParts[Any], inputs: torch.Tensor, states: MixerStates, *, activates: bool
     ) -> torch.Tensor:
-        """Apply the short convolution to ``inputs``, and SiLU if it ``activates``; ``states`` keeps what it reads."""
+        """Apply the short convolution to ``inputs``, then SiLU if ``activates``; ``states`` keeps what it reads."""
         state, weight = states.convolution, parts.convolution.weight.squeeze(1)
         columns = torch.cat([state.mT, inputs.to(state.dtype)], 1)
         states.keep_columns(columns)

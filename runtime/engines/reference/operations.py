@@ -1,4 +1,4 @@
-"""Defines the operations between the matmuls of a program's pass, and implements them in PyTorch.
+"""Defines the operations between the matmuls of a described model's pass, and implements them in PyTorch.
 
 The PyTorch operations are the reference, and are used where Triton isn't available.
 """
@@ -78,7 +78,7 @@ The weight's length tells whether a norm spans one head or all. A weight of two 
 
 
 class Operations:
-    """Operations between the matmuls of a program's pass, each in a few PyTorch calls.
+    """Operations between the matmuls of a described model's pass, each in a few PyTorch calls.
 
     A subclass may implement them all with kernels.
     """
@@ -127,7 +127,7 @@ class Operations:
         self._slots = torch.arange(len(places), device=places.device)[:, None]
 
     def add_norm(self, hidden: torch.Tensor, added: torch.Tensor | None, residual: Residual) -> torch.Tensor:
-        """Add ``added``, if any, to ``hidden`` in place; return the sum.
+        """Add ``added``, if any, to ``hidden`` in place; return the sum for the next matmul.
 
         ``residual`` says how ``added`` is normalized and scaled, and how the returned sum is normalized.
         """

@@ -23,7 +23,7 @@ def parent_rows(tree: DraftTree) -> Rows:
 
 
 class TreeIndices:
-    """Index tensors that describe the trees of a pass, computed on its device. Padding rows read only the root."""
+    """Index tensors that describe the trees of a pass, computed on its device; padding rows read only the root."""
 
     def __init__(self, step: StepTensors) -> None:
         self.step = step
@@ -32,7 +32,7 @@ class TreeIndices:
 
     @cached_property
     def ancestors(self) -> torch.Tensor:
-        """True at ``[slot, i, j]`` if row ``j`` is row ``i`` or its ancestor. Shape ``[slots, rows, rows]``."""
+        """Tensor ``[slots, rows, rows]``, True at ``[slot, i, j]`` if row ``j`` is row ``i`` or its ancestor."""
         bits = self.step.ancestor_mask
         nodes = torch.arange(self.rows - 1, device=bits.device)
         read = (bits[..., None] >> nodes) & 1 == 1

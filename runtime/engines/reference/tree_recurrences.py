@@ -62,7 +62,7 @@ def _decay_and_add(state: torch.Tensor, decay: torch.Tensor, left: torch.Tensor,
 def convolve(
     indices: TreeIndices, columns: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activates: bool
 ) -> torch.Tensor:
-    """Apply a short convolution to ``columns``, and SiLU if it ``activates``; return ``[slots, rows, channels]``.
+    """Apply a short convolution to ``columns``, then SiLU if ``activates``; return ``[slots, rows, channels]``.
 
     ``columns`` are those of the state, followed by those of the rows, ``[slots, columns, channels]``.
     """

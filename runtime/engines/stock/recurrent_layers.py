@@ -57,7 +57,7 @@ def _states_of(parts: MixerParts[Module]) -> set[StateName]:
 
 
 class StatesOfPass:
-    """The states of all layers after each row of a pass."""
+    """Advances the states of all recurrent layers along the accepted paths of a pass's trees."""
 
     def __init__(self, layers: Sequence[StatesOfTree]) -> None:
         self._layers = layers
@@ -93,7 +93,8 @@ class RecurrentLayers:
     ) -> Iterator[StatesOfPass]:
         """In this block, make the model's passes run over trees, starting from ``states``, which stay unchanged.
 
-        Yield the states after each row of the trees. ``step`` holds the trees, if they have been sent to the device.
+        Yield an object that can advance the states after the pass. ``step`` holds the trees, if they have been sent to
+        the device.
         """
         states = states.part(0, len(trees))
         step = step or sent_step(trees, [0] * len(trees), self._device)
@@ -110,7 +111,7 @@ class RecurrentLayers:
     def over_step(self, step: StepTensors, states: States) -> Iterator[Callable[[], StackedStates]]:
         """In this block, make the model's passes run over the trees of ``step``; such passes can be captured.
 
-        Yield a function to call after the pass, which returns the states after the step's rows.
+        Yield a function to call after the pass, which returns an object that can advance the states.
         """
         states = states.part(0, step.tokens.shape[0])
         closed = self._closed(step, states)

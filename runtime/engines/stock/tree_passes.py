@@ -79,7 +79,7 @@ class TreePasses(StockBackend):
         cache: LibraryCache,
         step: StepTensors,
     ) -> Iterator[None]:
-        """In this block, run recurrent layers over trees; then give each slot the states after its tree's rows."""
+        """In this block, run recurrent layers over trees; then give each slot what ``commit`` advances states by."""
         recurrent = self._facts.recurrent
         if recurrent is None or states is None:
             yield
