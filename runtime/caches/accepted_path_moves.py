@@ -53,10 +53,7 @@ def move_on_host(
     start: int,
     path: Array,
 ) -> None:
-    """Move the contents of positions ``start + path`` to ``start`` and onwards, in each row and head.
-
-    The offsets in ``path`` must increase. The arguments before ``start`` are the fields of a ``TensorLayout``.
-    """
+    """Move the contents of positions ``start + path`` (increasing) of a ``TensorLayout`` to ``start`` and onwards."""
     words = position_size // WORD_SIZE
     for row in range(rows):
         for head in range(heads):

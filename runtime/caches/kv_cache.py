@@ -239,8 +239,7 @@ class StaticKVCache:
     def copy_from(self, source: StaticKVCache, length: int | None = None) -> None:
         """Copy the keys and values of the first ``length`` tokens of ``source``, by default all that are valid.
 
-        The tokens must fit into ``capacity``. The pending move of ``source`` is made first, and the positions after the
-        copied ones are zeroed.
+        The tokens must fit into ``capacity``; positions after them are zeroed. The pending move of ``source`` is made.
         """
         source.settle()
         self.pending_move = self._interrupted_from = None

@@ -99,7 +99,7 @@ class Slot:
         self.tree, self.hidden_of_tree = tree, hidden
 
     def hold_states(self, states: Any, place: int = 0) -> None:
-        """Record what ``commit`` advances recurrent states by; ``place`` is the slot's index in the pass."""
+        """Hold a pass's ``StatesOfTree`` or ``Snapshot`` until ``commit``; ``place`` is the slot's index in the pass."""
         self.kept.hold(states, place)
 
     def commit(self, path: Sequence[int], *, deferred: bool = False) -> None:
@@ -166,7 +166,7 @@ class Cache:
     def reserve(self, capacity: int, wished: int = 0) -> None:
         """Make room for ``capacity`` positions per slot, or for ``wished`` if that is more and memory allows.
 
-        Slots that already have ``capacity`` positions stay as they are; the others keep their contents.
+        Do nothing if the slots already have ``capacity`` positions; otherwise, they keep their contents.
         """
         if capacity <= self.storage.capacity:
             return

@@ -199,7 +199,7 @@ class BackendEngine:
         return verified
 
     def make_room(self, cache: Cache, trees: int) -> int:
-        """Reserve room for trees in the first slots; return the longest context, or the mean if trees aren't padded."""
+        """Reserve room in the first ``trees`` slots; return the longest context, or the mean if trees aren't padded."""
         lengths = [slot.length for slot in cache.slots[:trees]]
         longest = max(lengths)
         if longest + LARGEST_TREE >= cache.capacity:

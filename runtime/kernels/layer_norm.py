@@ -1,4 +1,4 @@
-"""LayerNorms of float32 rows."""
+"""LayerNorms of float32 rows in compiled code."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class PackedExperts(PackedMatrix):
 
 
 MAX_QUANTIZED_VALUES = 1 << 18
-"""Number of weights quantized at a time, but at least one row, to limit memory."""
+"""Maximum number of weights quantized at a time, unless a row has more."""
 Q8_0, Q4_0, MXFP4 = (FORMATS_BY_NAME[name] for name in ("Q8_0", "Q4_0", "MXFP4"))
 HALF_SIZE = 2
 

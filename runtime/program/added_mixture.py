@@ -62,7 +62,7 @@ class MixtureParts(Generic[Matmul]):
 
 
 def mixture_parts(layer: Module, router: str) -> MixtureParts[Any] | None:
-    """Return the mixture added to a layer's MLP, or None if there is none with a router of class ``router``."""
+    """Return the mixture added to a layer's MLP; None if a router of class ``router`` or a norm is missing."""
     modules = layer._modules
     if not router or modules.get(EXPERTS) is None or type(modules.get(ROUTER)).__name__ != router:
         return None

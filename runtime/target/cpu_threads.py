@@ -32,10 +32,9 @@ CGROUPS = Path("/sys/fs/cgroup")
 def choose_threads(target: Target, wanted: int | None = None, record: CachedValue | None = None) -> int:
     """Set torch's thread count to ``wanted`` or, if None, choose it automatically without raising it; return the count.
 
-    Compiled passes are timed with all threads, half of them, and so on, until fewer are slower. With a ``record``,
-    processes reuse the result for 24 hours. While another process compiles the drafter, times would mislead, so all
-    threads but one are used. Without compiled passes, the container's CPU quota limits the number of threads. On other
-    devices than CPUs, the number stays as it is.
+    On a CPU, compiled passes are timed with all threads, half of them, and so on, until fewer are slower; with a
+    ``record``, processes reuse the result for 24 hours. While another process compiles the drafter, all threads but one
+    are used instead. Without compiled passes, the container's CPU quota limits the number of threads.
     """
     if wanted is not None:
         torch.set_num_threads(wanted)

@@ -41,7 +41,7 @@ UNUSED = DraftTree.bare(0)
 """Tree of each slot that a step leaves out; since all have the same token, they need few experts of a mixture."""
 
 Steps = CapturedRuns[tuple[int, int, int], StatesOfTree | None]
-"""Captured steps by slots, rows and extent; their output is that of ``StepOutput.states``."""
+"""Captured steps by slots, rows and extent; the output of each is its pass's ``StepOutput.states``."""
 
 
 class StaticSteps:

@@ -24,7 +24,7 @@ from hdtool.runtime.model.refusals import USE_GENERATE, context_limit
 from hdtool.runtime.model.transformers_internals import cache_in, first_logits
 
 MIN_CONTEXT, MAX_CONTEXT = 24, 288
-"""Number of tokens by which the context exceeds the largest window or state size, and its maximum length."""
+"""Number of tokens by which the context exceeds the largest window or state size, and the context's maximum length."""
 CHAINS = ((4, 2), (3, 3), (5, 0), (2, 1), (0, 0), (4, 4), (6, 1))
 """Pairs ``(drafted, accepted)``: the number of drafted and of accepted tokens in each pass of the check."""
 DECODED_TOKENS = sum(1 + accepted for _, accepted in CHAINS)

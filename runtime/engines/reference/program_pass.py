@@ -127,7 +127,7 @@ class SidePlan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What a pass computes in one layer, in this order."""
+    """What a pass computes in one layer, in the order of the fields."""
 
     parts: LayerParts[Module]
     side: SidePlan | None

@@ -93,8 +93,7 @@ class RecurrentLayers:
     ) -> Iterator[StatesOfPass]:
         """In this block, make the model's passes run over trees, starting from ``states``, which stay unchanged.
 
-        Yield an object that can advance the states after the pass. ``step`` holds the trees, if they have been sent to
-        the device.
+        Yield what advances the states after the pass. ``step`` holds the trees, if they have been sent to the device.
         """
         states = states.part(0, len(trees))
         step = step or sent_step(trees, [0] * len(trees), self._device)
@@ -111,7 +110,7 @@ class RecurrentLayers:
     def over_step(self, step: StepTensors, states: States) -> Iterator[Callable[[], StackedStates]]:
         """In this block, make the model's passes run over the trees of ``step``; such passes can be captured.
 
-        Yield a function to call after the pass, which returns an object that can advance the states.
+        Yield a function to call after the pass, which returns what advances the states.
         """
         states = states.part(0, step.tokens.shape[0])
         closed = self._closed(step, states)
