@@ -196,7 +196,7 @@ class KeptStates:
         """Note that the states include ``length`` tokens."""
 
     def hold(self, states: Any, place: int) -> None:
-        """Hold a pass's ``StatesOfTree`` or ``Snapshot`` until ``commit``; ``place`` is the slot's index in the pass."""
+        """Hold a pass's ``StatesOfTree`` or ``Snapshot`` for ``commit``; ``place`` is the slot's index in the pass."""
 
     def commit(self, rows: Sequence[int], length: int) -> None:
         """Advance the states along a path of the verified tree, after which the context has ``length`` tokens."""

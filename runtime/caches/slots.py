@@ -99,7 +99,7 @@ class Slot:
         self.tree, self.hidden_of_tree = tree, hidden
 
     def hold_states(self, states: Any, place: int = 0) -> None:
-        """Hold a pass's ``StatesOfTree`` or ``Snapshot`` until ``commit``; ``place`` is the slot's index in the pass."""
+        """Hold a pass's ``StatesOfTree`` or ``Snapshot`` for ``commit``; ``place`` is the slot's index in the pass."""
         self.kept.hold(states, place)
 
     def commit(self, path: Sequence[int], *, deferred: bool = False) -> None:

@@ -15,7 +15,7 @@ import torch
 from hdtool.runtime.kernels.compiled import Array, array_at, compiled
 
 ARGMAX_LANES = 64
-"""Numbers compared in parallel: a few vectors, so that consecutive comparisons are independent."""
+"""Number of values compared in parallel: a few vectors, so that consecutive comparisons are independent."""
 ARGMAX_BLOCK = 64 * ARGMAX_LANES
 """Numbers per block of a row; the row's maximum is updated after each block."""
 INFINITY: dict[torch.dtype, npt.NDArray[Any]] = {

@@ -172,7 +172,7 @@ def rotary_kinds(parts: ModelParts[Any]) -> list[str | None]:
 
 
 def windows_of_layers(config: Any, windows: Sequence[AttentionWindow]) -> list[AttentionWindow] | None:
-    """Return the window of each layer, from ``windows`` by layer type; None for chunked attention or unknown types."""
+    """Return each layer's window, from ``windows`` by layer type; return None if any is chunked or a type unknown."""
     by_kind = {window.kind: window for window in windows}
     if any(window.chunk for window in by_kind.values()):
         return None

@@ -18,7 +18,7 @@ from hdtool.runtime.program.llama_like_families import (
 )
 
 PYTORCH_NORM = NormKind(rounds=False, is_centered=True, has_bias=True)
-"""LayerNorm of PyTorch."""
+"""PyTorch's LayerNorm, which has a bias and rounds only its result."""
 ONE_NORM = ("input_layernorm", "", "", "")
 GELU_ALONE = GELU | {"gelu_new"}
 """Activations of MLPs without a gate, for which a pass on a GPU calls the model's own module."""

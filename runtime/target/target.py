@@ -268,7 +268,8 @@ class Target(BackendEngine):
         """From now on, make each pass return hidden states, which some drafters need; return a slice of columns.
 
         The slice selects the columns with the output layer's input or, if ``layers`` are given, those with the outputs
-        of these decoder layers. Contexts cached before cannot be continued.
+        of these decoder layers. Contexts cached before cannot be continued. Raise a ``FamilyError`` if a layer doesn't
+        exist, or if no module returns the output layer's input.
         """
         if (known := self.hidden.columns(layers)) is not None:
             return known

@@ -166,9 +166,9 @@ class TreePass:
         return Verified(self._view(first, rows), self._hidden(first, rows), walk, maxima=maxima)
 
     def prefill(self, kv: StaticKVCache, tokens: Sequence[int]) -> Verified | None:
-        """Append at most ``PROMPT_CHUNK`` tokens to a sequence; return the logits after the last token.
+        """Read at most ``PROMPT_CHUNK`` tokens after a sequence's context; return the logits after the last token.
 
-        Return None if the engine can't compute the pass.
+        Return None if the engine can't compute the pass. The caller adds the tokens to the context.
         """
         rows, length = len(tokens), kv.length
         if not self._can_compute(kv.storage, length + rows):

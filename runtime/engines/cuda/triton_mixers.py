@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from hdtool.runtime.engines.reference.tree_recurrences import Changes, MixerStates
 
 CHANNELS = 512
-"""Channels that one program of the convolution computes."""
+"""Number of channels that one program of the convolution computes."""
 MOST_ROWS = 64
-"""Rows of the largest tree whose recurrence fits into registers; draft budgets never choose a larger one."""
+"""Maximum rows of a tree whose recurrence fits into registers; draft budgets never choose a larger one."""
 MOST_VALUES = 32
-"""Value columns that one program of a recurrence computes."""
+"""Maximum number of value columns that one program of a recurrence computes."""
 KEY_CHUNK = 16
-"""Key columns that one program of a recurrence reads at once."""
+"""Number of key columns that one program of a recurrence reads at once."""
 
 
 class TritonMixers(MixerOperations):

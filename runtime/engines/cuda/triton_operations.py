@@ -28,7 +28,7 @@ MAX_PARTS = 1 << 26
 MIN_SPLIT_KEYS = 128
 """Minimum number of keys in a split; with fewer, merging the splits would take longer than they save."""
 GATE_BLOCK = 1024
-"""Columns that one program of the gate kernel computes."""
+"""Number of columns that one program of the gate kernel computes."""
 PROGRAMS_PER_PROCESSOR = 2
 NO_NORM = Norm(torch.empty(0), 0.0)
 

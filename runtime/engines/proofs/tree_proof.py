@@ -99,7 +99,7 @@ def prove_trees(stock: StockModel, facts: ModelFacts) -> ModelFacts:
 
 
 def _check_long_contexts(stock: StockModel, facts: ModelFacts, tokens: Sequence[int], used: DynamicCache) -> None:
-    """Check a tree after contexts longer than any window that the model may apply in addition to hdtool's masks."""
+    """Raise a ``FamilyError`` if a tree is wrong after contexts longer than windows that hdtool's masks may lack."""
     kind, limit = stock.model.config.model_type, context_limit(stock.config, LARGEST_LENGTH)
     for context in long_contexts(stock.model, stock.windows, limit):
         try:

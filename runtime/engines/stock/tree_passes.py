@@ -79,7 +79,7 @@ class TreePasses(StockBackend):
         cache: LibraryCache,
         step: StepTensors,
     ) -> Iterator[None]:
-        """In this block, run recurrent layers over trees; then let each slot hold the pass's states until ``commit``."""
+        """In this block, run recurrent layers over trees; then let each slot hold the pass's states for ``commit``."""
         recurrent = self._facts.recurrent
         if recurrent is None or states is None:
             yield
