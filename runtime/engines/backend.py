@@ -84,7 +84,7 @@ class Backend:
 
 
 class StockBackend(Backend):
-    """A backend that computes all passes, by the model's own code, and allocates the caches of all backends."""
+    """A backend that computes all passes, not captured or compiled, and allocates the caches of all backends."""
 
     def allocate(self, slots: int, capacity: int) -> Cache:
         raise NotImplementedError
@@ -199,7 +199,7 @@ class BackendEngine:
         return verified
 
     def make_room(self, cache: Cache, trees: int) -> int:
-        """Reserve room in the first ``trees`` slots; return the longest context, or the mean if trees aren't padded."""
+        """Reserve room in the first ``trees`` slots; return their longest context length, or the mean without padding."""
         lengths = [slot.length for slot in cache.slots[:trees]]
         longest = max(lengths)
         if longest + LARGEST_TREE >= cache.capacity:

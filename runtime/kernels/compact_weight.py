@@ -132,7 +132,7 @@ def embedding_rows(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def sharing(kind: type[M], module: Module, **more: Any) -> M:
-    """Return a module of class ``kind`` with the attributes of ``module``, such as its parameters, and with ``more``."""
+    """Return a module of class ``kind`` with the attributes of ``module``, such as its parameters, and ``more``."""
     other = kind.__new__(kind)
     other.__dict__ = {**module.__dict__, **more}
     return other

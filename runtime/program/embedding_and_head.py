@@ -54,9 +54,9 @@ class LayerInputs(Generic[Matmul]):
     projection: Matmul
     norm: Any
     scale: float
-    """Scales the projection."""
+    """Factor of the projection, which is normalized afterwards."""
     input_scale: float
-    """Scales the sum of the normalized projection and the token embedding."""
+    """Factor of the sum of the normalized projection and the token embedding."""
 
     @torch.inference_mode()
     def of(self, ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,7 @@ class LayerParts(Generic[Matmul]):
 
     layer: Module
     attention: Module | None = None
-    """Module of the attention; if the layer has none, ``qkv`` is empty, too, and ``out`` None."""
+    """Attention module; if the layer has none, this and ``out`` are None and ``qkv`` is empty."""
     qkv: tuple[Matmul, ...] = ()
     """Query, key and value projections, or one joined matrix.
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.settings.model import ModelConfig
 
 MESSAGE_SIZE = 1 << 14
-"""Size of a message's first broadcast in bytes, about ten times that of a tree; any rest follows in a second broadcast."""
+"""Size in bytes of a message's first broadcast, about ten times that of a tree; any rest follows in a second one."""
 LENGTH_BYTES = 8
 MESSAGE_TIMEOUT = timedelta(days=30)
 """Maximum time between two messages, during which the leader may wait for a prompt."""
