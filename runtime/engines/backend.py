@@ -199,7 +199,7 @@ class BackendEngine:
         return verified
 
     def make_room(self, cache: Cache, trees: int) -> int:
-        """Reserve room in the first ``trees`` slots; return their longest context length, or the mean without padding."""
+        """Reserve room in the first ``trees`` slots; return the longest context length, or the mean without padding."""
         lengths = [slot.length for slot in cache.slots[:trees]]
         longest = max(lengths)
         if longest + LARGEST_TREE >= cache.capacity:

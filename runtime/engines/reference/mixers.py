@@ -1,4 +1,4 @@
-"""Computes mixers over draft trees: projections, a short convolution, a recurrence, a gated norm, a projection."""
+"""Computes mixers over draft trees: short convolutions, and recurrences with the steps before and after them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights and modules the pass of a described model supports."""
+"""Decides which weights and modules the pass of a described model supports."""
 
 from __future__ import annotations
 
