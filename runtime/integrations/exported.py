@@ -35,7 +35,8 @@ def generate(
     """Generate as ``model.generate`` does, with the same arguments, and draft with the exported folder's settings.
 
     Calls that hdtool cannot decode, such as beam search, are passed on to transformers with a warning, or raise
-    UnsupportedCallError if they have a streamer. Calls with another custom or assisted generation are passed on, too.
+    UnsupportedCallError if they have a streamer. Calls with another custom or assisted generation are passed on, too,
+    as are all calls if no drafter can be made, with a warning at the first.
     """
     library = cast(Any, type(model)).generate
     if options.get("custom_generate") is not None or options.get("assistant_model") is not None:

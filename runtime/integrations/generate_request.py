@@ -104,7 +104,7 @@ SUPPORTED_ARGUMENTS = (
     "logits_to_keep",
     "inputs_embeds",
 )
-"""Model arguments that have no effect here or are checked below."""
+"""Model arguments that ``_refuse_inputs`` accepts, because they have no effect here or are checked separately."""
 ENCODER_OUTPUTS = "mm_encoder_outputs"
 """Argument with the images, videos and audio that ``generate`` has encoded, by kind; empty for a text prompt."""
 ZERO_IS_TEXT = {"mm_token_type_ids": None, "moe_mm_token_type_ids": None, "token_type_ids": ("gemma3",)}
@@ -176,7 +176,10 @@ class GenerateRequest:
 
 
 def predictions_of(prediction: Any, rows: int) -> list[list[int]]:
-    """Return each row's predicted token ids; ``prediction`` holds one prediction for all rows, or one for each row."""
+    """Return each row's predicted token ids, each read by ``predicted_ids``.
+
+    ``prediction`` holds one prediction for all rows, or one for each row.
+    """
     ids = prediction.tolist() if hasattr(prediction, "tolist") else prediction
     if (
         isinstance(ids, (list, tuple))

@@ -109,7 +109,7 @@ class HdtoolModel(llm.Model):  # type: ignore[misc]  # llm is not installed for 
             raise llm.ModelError(str(error)) from None
 
     def _ready(self, options: Any) -> Answerer:
-        """Return the answerer for these options; load the model anew if more than sampling and length has changed."""
+        """Return the answerer for these options; load the model anew unless only sampling and length have changed."""
         from transformers.utils import logging
 
         from hdtool.runtime.answering.answer_prompts import Answerer

@@ -1,4 +1,4 @@
-"""Opens the stores of a model that the server of another engine loads, as the options of that server name it."""
+"""Opens the stores of a model that another engine's server loads; the model is given as in that server's options."""
 
 from __future__ import annotations
 

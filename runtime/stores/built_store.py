@@ -19,7 +19,10 @@ class BuiltStore(Uncopyable):
     def __init__(
         self, folder: Path, tokenizer: TokenizerFingerprint | None = None, manifest: Manifest | None = None
     ) -> None:
-        """Open the store, reading its manifest if ``manifest`` is None. Raise StoreError if the store can't be used."""
+        """Open the store in a folder; ``manifest`` is read from there if None.
+
+        Raise StoreError if the store can't be used, or if it belongs to another tokenizer than ``tokenizer``, if given.
+        """
         self.folder = folder
         if manifest:
             self._open(manifest, tokenizer)
@@ -32,5 +35,5 @@ class BuiltStore(Uncopyable):
         self._map_files()
 
     def _map_files(self) -> None:
-        """Map the files of the manifest, and raise StoreError if they don't fit together."""
+        """Map the manifest's files; raise StoreError if one can't be mapped or they don't fit together."""
         raise NotImplementedError

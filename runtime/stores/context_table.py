@@ -14,12 +14,12 @@ CONTEXT_WINDOW = 1 << 15
 """Number of latest tokens of the conversation that the table holds; a power of two."""
 CHAIN_HEADS = 1 << 15
 CHAIN_LENGTHS = (1, 3)
-"""Numbers of preceding tokens that define the two kinds of chains: all positions in a chain follow the same tokens."""
+"""Numbers of preceding tokens whose hash selects the short and the long chain of a position."""
 SHORT_CHAIN, LONG_CHAIN = range(2)
 MAX_LATEST_VISITS = 4
 """Maximum number of chain entries visited to find a token's latest position; other tokens may share the chain."""
 COMPARED_AT_ONCE = 256
-"""Number of tokens compared without a branch; a power of two."""
+"""Maximum number of tokens that ``holds`` compares without a branch; a power of two."""
 
 CONTEXT_TABLE = np.dtype(
     [

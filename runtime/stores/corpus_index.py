@@ -47,7 +47,7 @@ INT64 = np.dtype(np.int64)  # NumPy handles a dtype four times as fast as a clas
 
 
 class Continuations(NamedTuple):
-    """Tree of the tokens that follow the longest suffix of a context in the corpus, most frequent first."""
+    """Tree of the tokens that follow a context's longest suffix that the corpus contains, most frequent nodes first."""
 
     matched: int
     """Length of the matched suffix in tokens."""
@@ -100,7 +100,10 @@ class CorpusIndex(BuiltStore):
             raise StoreError(f"{self.folder} is damaged (its shards do not fit its files): build it again")
 
     def after(self, context: Sequence[int] | Ints, max_nodes: int = LARGEST_TREE) -> Continuations:
-        """Return continuations of the context's longest suffix of up to ``MAX_CONTEXT_TOKENS`` tokens in the corpus."""
+        """Return the most frequent continuations of the longest suffix of ``context`` that occurs in the corpus.
+
+        At most ``MAX_CONTEXT_TOKENS`` tokens are matched, and at most ``max_nodes`` nodes returned.
+        """
         tail = np.asarray(context[-MAX_CONTEXT_TOKENS:], INT64)
         matched, num_matches, nodes = lookup(self.tokens, self.addresses, tail, self.end, max_nodes)
         return Continuations(matched, num_matches, *nodes)
@@ -108,9 +111,9 @@ class CorpusIndex(BuiltStore):
 
 @compiled
 def lookup(tokens: Ints, addresses: Ints, tail: Ints, end: int, max_nodes: int) -> tuple[int, int, Ints]:
-    """Return ``Continuations`` of the longest suffix of ``tail`` in the corpus, with at most ``max_nodes`` nodes.
+    """Look up the longest suffix of ``tail`` that occurs in the corpus; return the fields of ``Continuations``.
 
-    The fields of the nodes are the rows of one array.
+    The last three fields are the rows of one array, with at most ``max_nodes`` columns.
     """
     shards = shards_at(tokens, addresses)
     matched, ranges = find_longest(shards, tail)
@@ -162,10 +165,11 @@ def _precedes(continuations: Ints, left: int, right: int) -> bool:
 
 @compiled
 def _tree(continuations: Ints, end: int, max_nodes: int) -> Ints:
-    """Return the ``max_nodes`` most frequent nodes of the tree of sorted continuations.
+    """Return up to ``max_nodes`` nodes of the tree of sorted continuations, most frequent first.
 
-    A node stands for adjacent continuations that begin alike. Of equally frequent nodes, those of the first
-    continuation come first, so that most continuations are whole where few nodes fit.
+    A node stands for adjacent continuations that begin alike. Ties go to the nodes of earlier continuations, so that a
+    small tree has a few whole paths instead of the beginnings of many. The rows of the result are the nodes' tokens,
+    parents and counts.
     """
     max_depth, samples = continuations.shape
     scores, keys = np.empty(max_nodes, np.int64), np.empty(max_nodes, np.int64)

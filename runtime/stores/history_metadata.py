@@ -94,7 +94,7 @@ class RecordFile:
     def created(
         cls, path: Path, positions: int, state: StoreState, conversations: Iterable[StoredConversation] = ()
     ) -> RecordFile:
-        """Write the conversations to a new file, sync the file to disk, and return its ``RecordFile``."""
+        """Write the state and the conversations to a new file, sync it to disk, and return its ``RecordFile``."""
         records = opened_once(path, lambda _: cls(path, positions))
         with records.writing() as transaction:
             put_state(transaction, state)
@@ -145,7 +145,7 @@ class RecordFile:
         return environment
 
     def _check(self) -> None:
-        """Raise StoreError if the file is damaged; LMDB itself would crash on damaged pages."""
+        """Raise StoreError if the file is damaged; LMDB itself may crash on damaged pages."""
         with self._environment.begin() as transaction:
             if fault := damage_of(self.path, transaction.id()):
                 raise StoreError(f"{self.path} is damaged ({fault})")

@@ -140,7 +140,7 @@ def create_ring(folder: Path, manifest: HistoryManifest) -> HistoryRing:
 
 
 def compile_ring() -> None:
-    """Compile, or load from the cache, the functions that append conversations, before the first answer ends."""
+    """Compile the functions that append conversations, or load them from the cache, so that no append has to wait."""
     log, none = TokenLog(size=LOG_BLOCK).memory, np.empty(0, np.int32)
     write(log, 0, none, none)
     unlink(log, 0, 0)
@@ -204,11 +204,11 @@ FOLDER_MODE = 0o700
 RESERVED_DISK_BYTES = 16 << 20
 """Disk space in bytes that a store leaves free."""
 OPEN_ATTEMPTS = 10
-"""Attempts to open a store that keeps being replaced."""
+"""Maximum number of attempts to open a store that other processes keep replacing."""
 
 
 class OpenFiles(NamedTuple):
-    """The open files of a history store."""
+    """The open files of a history store, with its manifest and the manifest's ``manifest_stamp``."""
 
     manifest: HistoryManifest
     stamp: tuple[int, int]
@@ -305,7 +305,8 @@ def _stamp(folder: Path) -> tuple[int, int]:
 def rebuild(folder: Path, old: OpenFiles, kept: Sequence[StoredConversation], size: int | None = None) -> None:
     """Replace the files with new ones of ``size`` positions (default: as many) that contain the ``kept`` conversations.
 
-    The conversations are given oldest first.
+    The conversations are given oldest first, and numbered anew. The caller must hold the write lock of ``old.records``.
+    Raise StoreError if another command has removed or replaced the ``old`` files.
     """
     with _locked(folder, old):
         manifest = replace(old.manifest, size=size or old.manifest.size, build=secrets.token_hex(4))
@@ -328,7 +329,7 @@ def _locked(folder: Path, old: OpenFiles) -> Iterator[None]:
 def _write(folder: Path, manifest: HistoryManifest, kept: Iterable[tuple[StoredConversation, Ints]] = ()) -> None:
     """Write new files with conversations, then the manifest that names these files, and delete the old files.
 
-    ``kept`` are the conversations with their tokens, oldest first, including those from before the answers.
+    ``kept`` holds the conversations, oldest first, each with its tokens, including those from before the answer.
     On an error before the manifest is replaced, the new files are deleted and the old ones stay in use.
     """
     try:

@@ -67,7 +67,10 @@ class HistoryStore(Uncopyable):
     """A history store, open for lookups and, unless it is read-only, for appends."""
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
-        """Open a folder's store without checking its model. With ``read_only``, nothing is appended or repaired."""
+        """Open a folder's store without checking its model; raise StoreError if it can't be opened.
+
+        With ``read_only``, nothing is appended or repaired.
+        """
         self.folder = Path(folder).expanduser()
         self._manifest_path = str(self.folder / MANIFEST)
         self.fault = ""
@@ -91,7 +94,7 @@ class HistoryStore(Uncopyable):
     ) -> HistoryStore:
         """Open a model's store in a folder; create the store if it is missing, unless ``read_only``.
 
-        Raise StoreError if the folder's store belongs to another model or tokenizer.
+        Raise StoreError if the store can't be opened, or belongs to another model or tokenizer.
         """
         folder = Path(folder).expanduser()
         if not read_only:
@@ -135,7 +138,8 @@ class HistoryStore(Uncopyable):
     ) -> bool:
         """Append an answer together with the last tokens of its prompt; return False on failure or if read-only.
 
-        A failure, such as a full disk, leaves the store unchanged and issues a warning, once for consecutive failures.
+        A failure, such as a full disk, issues a warning, once for consecutive failures; see ``fault``. If an answer
+        takes more than half of the ring at its full size, only its last tokens are kept.
         """
         if self._read_only:
             return False

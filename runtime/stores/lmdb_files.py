@@ -1,4 +1,4 @@
-"""Opens LMDB files once in a process, and checks their pages, because a damaged page would crash the process.
+"""Opens LMDB files once in a process, and checks their pages, because a damaged page may crash the process.
 
 The check walks the two trees of a snapshot (data and free pages) from their roots. Every page must lie in the file,
 store the right page number and a valid kind, and contain its nodes. The layout is LMDB 0.9's, little-endian.
@@ -22,12 +22,15 @@ from hdtool.runtime.kernels.compiled import compiled
 
 T = TypeVar("T")
 _opened: WeakValueDictionary[str, Any] = WeakValueDictionary()
-"""Open files by path, because a process may open an LMDB file only once."""
+"""Objects that hold the open LMDB files, by path; a process may open an LMDB file only once."""
 _opening = threading.Lock()
 
 
 def opened_once(path: Path, open_file: Callable[[Path], T]) -> T:
-    """Return the open file at a path, opening it if necessary."""
+    """Return the object that holds the open LMDB file at a path, calling ``open_file`` to make it if there is none.
+
+    ``open_file`` gets the path without symbolic links. All callers in the process share the object.
+    """
     name = os.path.realpath(path)
     with _opening:
         if (file := _opened.get(name)) is None:

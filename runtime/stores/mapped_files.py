@@ -23,7 +23,8 @@ def mapped_part(
 ) -> npt.NDArray[Any]:
     """Memory-map the file of a store's ``part`` as rows of ``width`` numbers.
 
-    Raise StoreError if the file can't be mapped, or if its size is not the manifest's or no multiple of a row.
+    Raise StoreError if the file can't be mapped, or if its size is not the manifest's or no multiple of a row. Only
+    stores that hold nothing but rankings may have empty files.
     """
     path, size, row = folder / manifest.files[part].name, manifest.files[part].bytes, np.dtype(kind).itemsize * width
     again = BUILT_KINDS[manifest.kind].rebuild_advice

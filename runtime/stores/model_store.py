@@ -26,7 +26,7 @@ MAX_ROWS_READ = 64
 """Maximum number of next tokens returned by a lookup, most frequent first."""
 
 VOCABULARY_RANKING_TOKENS = 8
-"""Number of top tokens kept for each token. A row has their ids, best first, then probabilities in millionths."""
+"""Number of tokens in a token's ranking. A row has their ids, best first, then their probabilities in millionths."""
 
 HASH_LOW, HASH_HIGH, KEY_START, KEY_STOP, KEY_TOTAL, KEY_DISTINCT = range(6)
 KEY_WIDTH = 6
@@ -225,8 +225,7 @@ def split_hash(prefix_hash: np.uint64) -> tuple[np.int32, np.int32]:
 def mix_hash(suffix_hash: np.uint64, token: Any) -> np.uint64:
     """Return a sequence's hash, given its first token and the hash of the rest; an empty sequence has the hash 0.
 
-    Lookups compare only hashes. With a million keys, about one in ten million unknown sequences collides with a key,
-    which costs a rejected draft.
+    Lookups in the model store compare only these 64-bit hashes. A collision is improbable, and costs a rejected draft.
     """
     mixture = (suffix_hash ^ np.uint64(np.int64(token) + 1)) * np.uint64(0x9E3779B97F4A7C15)
     return mixture ^ (mixture >> np.uint64(29))

@@ -1,4 +1,4 @@
-"""The LMDB file of a model store, with its documents and n-grams, by way of which stores are extended and merged.
+"""The record of a model store: an LMDB file with its documents and n-grams, from which stores are extended and merged.
 
 A key is a byte with the kind of the entry, followed by big-endian 32-bit numbers:
 
@@ -77,10 +77,13 @@ class NgramGroup:
 
 
 class ModelRecord:
-    """A record opened for reading; see the module docstring for its format."""
+    """A model store's record, opened for reading; see the module docstring for its format."""
 
     def __init__(self, path: Path, end: int) -> None:
-        """``end`` is the size of the vocabulary, and the id of the end token. Raise StoreError if LMDB fails."""
+        """Open a file without checking its pages; raise StoreError if LMDB fails.
+
+        ``end`` is the size of the vocabulary, and the id of the end token.
+        """
         self.path = path
         self.end = end
         self._width = _width(end)
@@ -91,7 +94,7 @@ class ModelRecord:
 
     @classmethod
     def opened(cls, path: Path, end: int) -> ModelRecord:
-        """Return the record of a file, opening it if necessary."""
+        """Return the record in a file, opening it if necessary, without the checks of ``of``."""
         return opened_once(path, lambda name: cls(name, end))
 
     @classmethod

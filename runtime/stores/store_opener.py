@@ -35,12 +35,15 @@ class StoreOpener:
     """Computes the fingerprint of weights in memory, which identifies a model without a checkpoint."""
 
     def check_named(self, databases: str) -> None:
-        """Raise StoreError if a store that the configuration names cannot be used."""
+        """Raise StoreError if a store that the configuration names for one of ``databases`` cannot be used."""
         named = StoresConfig(self.config.model_db or NO_STORE, self.config.corpus_db or NO_STORE)
         StoreSet.for_tokenizer(self.tokenizer, named, databases)
 
     def open(self, databases: str = SOURCE_LETTERS, *, identified: bool = True) -> StoreSet:
-        """Open the stores; ``identified`` tells whether the tokenizer's fingerprint is needed even without stores."""
+        """Open the stores of ``databases``; raise StoreError if one cannot be used.
+
+        With ``identified``, the tokenizer's fingerprint is computed even if no store is opened.
+        """
         tenant = self.tenant or Tenant(self.config.namespace or "", self.config.namespace)
         config = replace(self.config, namespace=tenant.namespace)
         opened = StoreSet.for_tokenizer(self.tokenizer, config, databases, model=self.checkpoint, identified=identified)
@@ -52,7 +55,7 @@ class StoreOpener:
         return opened.with_history(decoding, partial(self._identity, decoding.history), read_only=read_only)
 
     def open_history(self, named: str, opened: StoreSet, *, read_only: bool = False) -> HistoryStore:
-        """Open the history store that ``named`` selects for the stores in ``opened``; create it if it is missing."""
+        """Open the history store that ``named`` selects for the tenant of ``opened``; create it if it is missing."""
         return opened.open_history(named, partial(self._identity, named), read_only=read_only, created=True)
 
     def _identity(self, named: str) -> str:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def open_store(folder: str | Path) -> CorpusIndex | ModelStore:
-    """Open the corpus index or model store in a folder; raise StoreError if it contains neither."""
+    """Open the corpus index or model store in a folder; raise StoreError if there is none or it can't be used."""
     path = Path(folder).expanduser()
     return read_store(path, lambda manifest: store_of(path, manifest))
 
@@ -51,7 +51,7 @@ AnyStore = TypeVar("AnyStore", ModelStore, CorpusIndex)
 
 @dataclass(frozen=True)
 class StoreSet:
-    """The stores that a model drafts from; None stands for a store that doesn't exist."""
+    """The stores that a model drafts from; a store that is missing or not wanted is None."""
 
     model: ModelStore | None = None
     corpus: CorpusIndex | None = None
@@ -79,7 +79,8 @@ class StoreSet:
         """Open the stores that ``config`` names, else those that ``model_store_for`` and ``corpus_index_for`` find.
 
         Print a note if a model store belongs to another model than ``model``. With ``identified``, the fingerprint of
-        the tokenizer is computed even if no store is opened. Raise StoreError if a store has another tokenizer.
+        the tokenizer is computed even if no store is opened. Raise StoreError if a store can't be used or has another
+        tokenizer.
         """
         model_db = config.model_db if "M" in databases else NO_STORE
         corpus_db = config.corpus_db if "S" in databases else NO_STORE

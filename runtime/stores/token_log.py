@@ -1,8 +1,8 @@
 """Token logs: ring buffers of tokens with hash chains, and the search for the latest matches of a context.
 
 Each position holds a token and the previous position that follows the same two tokens. The positions after a token pair
-thus form a chain, latest first, as in LZ compressors. Concurrent answers are appended in separate blocks. Once the ring
-is full, the oldest tokens are overwritten.
+thus form a chain, latest first, as in LZ compressors; pairs whose hashes collide share one. Concurrent answers are
+appended in separate blocks. Once the ring is full, the oldest tokens are overwritten.
 
 The drafter uses this search for the history and for predictions, and ``inspect`` shows its matches and its latency.
 """
@@ -19,7 +19,7 @@ from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
 from hdtool.runtime.stores.model_store import mix_hash, sequence_hash
 
 CHAIN_KEY_TOKENS = 2
-"""Number of preceding tokens that the positions of a chain share."""
+"""Number of preceding tokens whose hash selects the chain of a position."""
 LOG_BLOCK = 64
 """Number of positions that an answer reserves at a time; a power of two."""
 OVERLAP_TOKENS = 8
@@ -60,7 +60,7 @@ LANE = np.dtype(
 
 
 class TokenLog(Uncopyable):
-    """A token log in memory that grows to at most ``max_positions`` and takes 12 bytes per position."""
+    """A token log in memory that takes 12 bytes per position and grows up to ``max_positions``, a power of two."""
 
     def __init__(self, max_positions: int = MAX_LOG_POSITIONS, size: int = INITIAL_LOG_POSITIONS) -> None:
         self.max_positions = max_positions

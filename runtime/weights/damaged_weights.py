@@ -53,7 +53,7 @@ class WeightCheck:
 
 
 def refuse_damaged_model(model: torch.nn.Module) -> None:
-    """Raise a ``ModelError`` if a model that failed its proof has a weight with non-finite or implausible values."""
+    """Raise a ``ModelError`` if a weight of a model has non-finite values, or values above ``LARGEST``."""
     for name, weight in model.named_parameters():
         size = _magnitude(expand_compact(weight))
         if size is not None and not size <= LARGEST:

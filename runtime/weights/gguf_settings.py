@@ -44,7 +44,7 @@ STORED_YARN = {
 LAYER_TYPES = ("sliding_attention", "full_attention")
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""RoPE scaling of all Llama models since 3.1; only the factor differs."""
+"""RoPE scaling of Llama 3.1 to 3.3, whose models differ only in the factor."""
 
 
 def restore_settings(settings: Any, file: GGUFFile) -> None:

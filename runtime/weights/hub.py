@@ -29,7 +29,7 @@ STATUSES = {
 
 @contextmanager
 def hub_errors_worded(name: str, revision: str | None = None, file: str | None = None) -> Iterator[None]:
-    """Convert errors of ``huggingface_hub`` in this block to a ``ModelError`` with advice."""
+    """Convert exceptions in the block, other than ``HdtoolError``, to a ``ModelError`` with advice."""
     try:
         yield
     except HdtoolError:
@@ -142,7 +142,10 @@ OTHER_FORMATS = ["onnx/*", "original/*", "coreml/*", "openvino/*", "runs/*"]
 
 @cache  # otherwise each lookup would ask the hub for the newest version
 def snapshot(name: str, revision: str | None = None, *, weights: bool = False) -> Path:
-    """Return a model's folder in the hub's cache; download missing files first, weights only if ``weights`` is True."""
+    """Return a model's folder in the hub's cache; download missing files first, weights only if ``weights`` is True.
+
+    Raise a ``ModelError`` if the model cannot be downloaded.
+    """
     with hub_errors_worded(name, revision):
         folder = _with_configuration(name, revision)
     if weights and not weight_files(folder):
@@ -164,7 +167,7 @@ def cached_snapshot(name: str, revision: str | None = None) -> Path | None:
 
 @cache
 def file_of(repository: str, name: str, revision: str | None = None) -> Path:
-    """Return the path of a repository's file in the hub's cache; download the file if missing."""
+    """Return the path of a repository's file in the hub's cache; download it if missing, or raise a ``ModelError``."""
     from huggingface_hub import hf_hub_download
 
     with hub_errors_worded(repository, revision, name), _progress(repository) as counted:

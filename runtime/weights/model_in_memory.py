@@ -1,4 +1,4 @@
-"""Identifies the checkpoint that a model in memory was loaded from, while the model has the weights of the files."""
+"""Identifies the checkpoint that a model in memory was loaded from, as long as its weights equal those in the files."""
 
 from __future__ import annotations
 

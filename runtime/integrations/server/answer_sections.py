@@ -64,7 +64,7 @@ class Sections:
             yield from self.close()
 
     def close(self) -> Iterator[Event]:
-        """Close the open section, if there is one."""
+        """Close the open section, if there is one, and yield the event."""
         if self._open:
             section, self._open = self._open, None
             yield Event(Change.CLOSED, section)

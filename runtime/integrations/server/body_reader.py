@@ -45,7 +45,7 @@ class UnreadBodies:
     """
 
     def __init__(self, app: ASGIApp, seconds: float) -> None:
-        """``seconds`` is the longest time from the beginning of a request in which its body is discarded."""
+        """Discard what is left of a body until at most ``seconds`` after the beginning of its request."""
         self._app, self._seconds = app, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -28,7 +28,9 @@ def marked_calls(
 ) -> Grammar:
     """Return the grammar of answers that are plain text, or end with marked calls or a single unmarked call.
 
-    With ``is_required``, an answer is calls only. With ``is_thinking``, it begins with a thought up to ``</think>``.
+    A marked call stands between ``CALL_OPENING`` and ``CALL_CLOSING``; None for ``max_calls`` stands for ``MAX_CALLS``.
+    With ``is_required``, an answer is marked calls only. With ``is_thinking``, it begins with a thought up to
+    ``</think>``.
     """
     names = [tool["function"]["name"] for tool in tools]
     unmarked = [f"unmarked_{index}" for index in range(len(names))]
@@ -49,10 +51,10 @@ def marked_calls(
 
 
 def arguments_schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of a tool's arguments, always an object; raise RequestError for a malformed schema.
+    """Return the JSON schema of a tool's arguments; raise RequestError if the tool's ``parameters`` are no object.
 
-    Unlisted properties are forbidden unless the schema requires or allows some. Keywords that the grammar compiler
-    doesn't support are ignored.
+    The type defaults to object. Unlisted properties are forbidden unless the schema requires or allows some. Keywords
+    that the grammar compiler doesn't support are ignored.
     """
     function = tool["function"]
     parameters = function.get("parameters") or {}

@@ -1,4 +1,4 @@
-"""The engine's thread, which decodes all requests in one batch, and tenants' drafters."""
+"""The thread that decodes all requests in one batch, and the pools of tenants' drafters."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Tenants:
             self.put(name, self._new_drafter(name))
 
     def take(self, tenant: str, prompt: Sequence[int] = ()) -> Drafter:
-        """Take the drafter whose last prompt shares the longest prefix with ``prompt``, or make one if none is free."""
+        """Take the free drafter whose last prompt shares the longest prefix with ``prompt``; make one if there is none."""
         free = self._free_drafters[tenant]
         if not free:
             return self._new_drafter(tenant)
@@ -82,7 +82,7 @@ class Tenants:
         return free.pop(max(range(len(free)), key=lambda index: (shared[index], index)))[0]
 
     def put(self, tenant: str, drafter: Drafter, prompt: Sequence[int] = ()) -> None:
-        """Return a drafter to the pool at the end of its answer to ``prompt``."""
+        """Put a drafter back into its tenant's pool at the end of its answer to ``prompt``."""
         self._free_drafters[tenant].append((drafter, _as_array(prompt)))
 
     def _new_drafter(self, tenant: str) -> Drafter:

@@ -34,14 +34,14 @@ Several calls may follow each other. You then get their results, in order. When 
 
 
 class GenericTools:
-    """Renders conversations with tools for one model, so that a conversation keeps its beginning as it grows."""
+    """Converts conversations with tools to plain messages; as a conversation grows, its beginning stays the same."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._takes_instructions = takes_instructions(tokenizer)
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Self | None:
-        """Return a renderer for a tokenizer's model; None if it has no chat template, or one that presents tools."""
+        """Return a converter for a tokenizer; None if it has no chat template, or one that presents tools itself."""
         return None if presents_tools(tokenizer) or not has_chat_template(tokenizer) else cls(tokenizer)
 
     def conversation(self, messages: Sequence[JsonDict], tools: Sequence[JsonDict]) -> list[JsonDict]:

@@ -21,7 +21,7 @@ class StrictJson(BaseModel):
 
 
 class MessagePart(StrictJson):
-    """A part of a message. Parts that aren't text are refused with a clear error."""
+    """A part of a message's content; ``text_of_part`` refuses parts that aren't text."""
 
     text_types: ClassVar[Sequence[str]] = ("text",)
     media_types: ClassVar[Mapping[str, str]] = {}

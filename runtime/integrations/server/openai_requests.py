@@ -191,7 +191,10 @@ class CompletionRequest(GenerationRequest):
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Convert messages for the chat template: contents become text, and arguments of tool calls become objects."""
+    """Convert messages for the chat template: contents become text, and arguments of tool calls become objects.
+
+    Raise RequestError for a message without content and calls, with other parts than text, or with invalid arguments.
+    """
     return [_message(message, f"messages.{index}") for index, message in enumerate(messages)]
 
 

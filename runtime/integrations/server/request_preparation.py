@@ -158,7 +158,7 @@ class Preparer:
         return self._choices(body, [prompt])
 
     def tokens(self, body: ChatRequest) -> int:
-        """Return the number of prompt tokens of a chat request."""
+        """Return the number of prompt tokens of a chat request; raise HdtoolError if the request is invalid."""
         messages, choice = self._conversation(body)
         return len(self._read(messages, choice, body.template_variables)[1])
 

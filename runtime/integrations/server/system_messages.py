@@ -29,7 +29,7 @@ CONVERSATION = (
 
 
 def takes_late_instructions(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if the chat template, if any, renders system messages wherever they occur in a conversation."""
+    """Return True if there is no chat template, or one that renders system messages anywhere in a conversation."""
     return not has_chat_template(tokenizer) or _shows(tokenizer, CONVERSATION, LATE_INSTRUCTIONS)
 
 

@@ -74,7 +74,7 @@ class AnswerCollector:
             self._start_timer()
 
     def finish_all(self) -> None:
-        """Append all answers to the history, including those in progress."""
+        """Append all answers to the history, including those in progress; the caller must not hold ``lock``."""
         with self.lock:
             if self._timer:
                 self._timer.cancel()

@@ -199,7 +199,8 @@ class Launch:
     def __init__(self, model: str, options: Sequence[str], serving: VllmConfig, stores: StoresConfig) -> None:
         """``options`` are passed on to vLLM, and some are read here.
 
-        Raise OptionError if one of these is invalid, and ServeError if the namespace in ``stores`` has no stores.
+        Raise OptionError if one of these is invalid, ServeError if the namespace in ``stores`` has no stores, and
+        StoreError if a store can't be used.
         """
         self._model, self._options, self._serving = model, list(options), serving
         if serving.keeps_history and serving.history != HOME:
