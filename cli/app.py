@@ -205,7 +205,7 @@ def main() -> None:
 def _run_together(arguments: list[str]) -> int:
     """Run ``generate`` under torchrun: rank 0 runs the command, and the other ranks compute their parts of the model.
 
-    Returns the exit code. Any command other than ``generate`` is an error.
+    Return the exit code. Any command other than ``generate`` is an error.
     """
     if arguments[:1] != ["generate"]:
         command = " ".join(arguments[:1]) or "no command"

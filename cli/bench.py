@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.target.load import Loaded
 
 GENERATE_OPTIONS: dict[str, dict[str, Any]] = {"generate-static": {"cache_implementation": "static"}}
-"""Options of transformers' ``generate`` for methods of ``bench-shape`` that call it with any."""
+"""Options of ``generate`` by method of ``bench-shape``; methods that call it without options are left out."""
 SHAPE_ARGUMENT = typer.Argument(
     help=f"{', '.join(SHAPES)}, or the path of a config.json.", autocompletion=completion(tuple(SHAPES))
 )

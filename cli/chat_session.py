@@ -83,7 +83,7 @@ SAVED_BY = {"saved_by": "hdtool chat"}
 def write_chat(path: Path, model: str, messages: Sequence[Message], replaceable: set[Path]) -> None:
     """Write a conversation to ``path`` as JSON, and add the resolved path to ``replaceable``.
 
-    Raises PromptError if the file exists, unless ``replaceable`` contains it and hdtool wrote it.
+    Raise PromptError if the file exists, unless ``replaceable`` contains it and hdtool wrote it.
     """
 
     def is_ours(candidate: Path) -> bool:
@@ -98,7 +98,7 @@ def write_chat(path: Path, model: str, messages: Sequence[Message], replaceable:
 def read_chat(path: Path) -> list[Message]:
     """Return the messages of a saved conversation.
 
-    Raises PromptError if the file does not hold exactly one conversation, or if that conversation is empty.
+    Raise PromptError if the file does not hold exactly one conversation, or if that conversation is empty.
     """
     with input_errors_as(path, PromptError):
         row = json_object(path)
@@ -187,7 +187,7 @@ class ChatSession:
     def _ask(self, messages: list[Message]) -> None:
         """Answer the last of these messages, and store the messages and the answer as the session's conversation.
 
-        If Ctrl-C comes before any text, the conversation stays unchanged. Raises PromptError if the context is full.
+        If Ctrl-C comes before any text, the conversation stays unchanged. Raise PromptError if the context is full.
         """
         self.is_interrupted = False
         try:

@@ -42,7 +42,7 @@ def require_stores(parameters: Mapping[str, Any]) -> None:
 
 
 def with_structure(prompts: Sequence[Prompt], structure: GrammarConfig, tools: Path | None) -> list[Prompt]:
-    """Add the grammar in ``structure`` to prompts without one, and the tools in ``tools`` to prompts without tools."""
+    """Add the grammar of ``structure`` to prompts without one, and the tools in the file ``tools`` to those without."""
     grammar, offered = structure.read(), read_tools(tools) if tools is not None else ()
     return [replace(one, grammar=one.grammar or grammar, tools=one.tools or offered) for one in prompts]
 
@@ -219,14 +219,14 @@ def _selected_methods(given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def method_names(listed: Collection[str] | None) -> tuple[str, ...] | None:
-    """Split the values of a repeatable option at their commas. Returns None if the option was not given."""
+    """Split the values of a repeatable option at their commas. Return None if the option was not given."""
     return tuple(name.strip() for names in listed for name in names.split(",")) if listed else None
 
 
 MODEL_ARGUMENT = "model_argument"
 STANDARD_INPUT = "-"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-"""Form of a model's name on the hub. A prompt of this form, such as and/or, needs ``--prompt``."""
+"""Form of a model's name on the hub. A prompt of this form, such as ``and/or``, needs ``--prompt``."""
 
 
 def model_argument() -> inspect.Parameter:
@@ -262,7 +262,7 @@ def _take_model_or_prompt(command: str, first: str, given: MutableMapping[str, A
     """Decide whether the first argument is the model or the prompt.
 
     If there are two arguments, the first is the model. A single argument is the prompt, unless an option gives the
-    prompt and no option gives the model. Raises OptionError if it names a model and there is no prompt.
+    prompt and no option gives the model. Raise OptionError if it names a model and there is no prompt.
     """
     has_prompt = given["prompt"] is not None or given["prompts"] is not None
     if given["text"] is not None or (has_prompt and given["model"] is None and first != STANDARD_INPUT):

@@ -61,7 +61,7 @@ TRANSFORMERS, SGLANG = TARGETS = "transformers", "sglang"
 DEFAULT_LIMIT = 10_000_000
 """Maximum number of corpus tokens that SGLang accepts by default."""
 EXAMPLE_NODES = 8
-"""Draft tokens to take from the corpus in the printed command, which needs a value; by default, 11 are drafted."""
+"""Number of draft tokens from the corpus in the printed command; SGLang drafts 11 tokens in all by default."""
 TargetFormat = Annotated[
     str,
     Option(

@@ -93,7 +93,7 @@ def _engine_name(answerer: Answerer) -> str:
 def _chosen_model(loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path]:
     """Return the demo's model settings, store settings and file of questions.
 
-    The default is SmolLM2 if its package is installed, else the embedded model. Raises ModelError if SmolLM2 is named
+    The default is SmolLM2 if its package is installed, else the embedded model. Raise ModelError if SmolLM2 is named
     without being installed.
     """
     model = loading.model

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_COLUMNS = 110
 INDENT = "  "
 ANSWER_LINES = 5
-"""Number of lines of an answer that are shown; the last one may say how many are not."""
+"""Maximum number of lines shown of an answer; the last one may say how many are left out."""
 END_COLOR = "\033[0m"
 HARDLY_FASTER = 1.1
 """Speed-up below which a line explains why drafting hardly paid."""
@@ -69,7 +69,7 @@ def shortened_answer(pieces: Sequence[TextPiece], *, color: bool) -> str:
 
 
 def figures(compared: Comparison) -> str:
-    """Return tokens per step, the speed beside that of plain decoding, and the shares of the sources in the text."""
+    """Format tokens per step, the speed beside that of plain decoding, and the shares of the sources in the text."""
     drafted, stats, speed_up = compared.drafted, compared.drafted.stats, compared.speed_up
     shares = [f"{stats.accepted[one] / stats.tokens:.0%} {one}" for one in stats.sources if stats.accepted[one]]
     by_cpu = f" (in CPU time {speed_up.by_cpu:.2f})" if speed_up.is_disturbed else ""
@@ -92,7 +92,7 @@ def reasons(compared: Comparison) -> list[str]:
 
 
 def total_figures(parts: Sequence[Comparison]) -> str:
-    """Return the gain from drafting over all answers, and a warning if other programs disturbed the wall times."""
+    """Format the gain from drafting over all answers, with a warning if other programs disturbed the wall times."""
     total = reduce(add, parts)
     title = f"▌ in total: {total.same} of {len(parts)} answers are identical; the times include reading the prompt"
     lines = [wrap_text(title, _columns() + len(INDENT)), figures(total)]

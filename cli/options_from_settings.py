@@ -52,7 +52,7 @@ class SelectedOptions:
         return replace(self, no_effect=no_effect, still_used=still_used)
 
     def use(self, name: str, declared: Use) -> Use:
-        """Return ``declared``, the use of option ``name``, with ``no_effect`` added unless it is in ``still_used``."""
+        """Return ``declared``, the use of an option, with ``no_effect`` added unless ``name`` is in ``still_used``."""
         if name in self.still_used:
             return declared
         return replace(declared, no_effect=lambda given: declared.no_effect(given) or self.no_effect(given))
@@ -125,7 +125,7 @@ def _value(name: str, given: Any) -> Any:
 
 
 def parse_numbers(name: str, listed: str | None, kind: Callable[[str], T], expected: str) -> tuple[T, ...] | None:
-    """Parse an option of comma-separated numbers, or raise OptionError. Returns None if the option was not given."""
+    """Parse an option of comma-separated numbers, or raise OptionError. Return None if the option was not given."""
     try:
         return None if listed is None else tuple(map(kind, listed.split(",")))
     except ValueError:

@@ -150,7 +150,7 @@ class Recordings:
         return [one.messages[answer.message_index - 1]["content"] for one in self.traces for answer in one.answers]
 
     def turns(self, reader: TurnReader) -> list[list[RecordedTurn]]:
-        """Return each replayable conversation's turns; drop the other traces, of which too many raise a RecordError."""
+        """Return each replayable conversation's turns, dropping the other traces; raise RecordError for too many."""
         from hdtool.cli.store_output import print_left_out
 
         usable = list(reader.usable(with_progress(self.traces, "conversations"), self._tally)) if self.traces else []
@@ -160,7 +160,7 @@ class Recordings:
 
 
 def _methods(config: ReplayConfig, store_set: StoreSet, traces: list[Trace]) -> tuple[str, ...]:
-    """Return the methods to replay, and print what they draft from. Raises OptionError if one needs missing logits."""
+    """Return the methods to replay, and print what they draft from. Raise OptionError if one needs missing logits."""
     ranked = all(answer.rankings for trace in traces for answer in trace.answers)
     methods = config.methods_with(corpus=store_set.corpus is not None, rankings=ranked)
     reading = [name for name in methods if name in READ_LOGITS]

@@ -108,7 +108,7 @@ def _fitted(rows: list[tuple[str, ...]], width: int) -> list[tuple[str, ...]]:
 
 
 def verify_conversations(store: HistoryStore) -> int:
-    """Check a history store's conversations and return their number. Raises StoreError if any is damaged."""
+    """Check a history store's conversations and return their number. Raise StoreError if any is damaged."""
     held = store.conversations()
     intact = [each for each, _ in store.answers(held)]
     if len(intact) < len(held):
@@ -207,7 +207,7 @@ def rankings_for(loading: ModelConfig, tokenizer: TokenizerFingerprint) -> Ints:
 
 
 def print_left_out(tally: Tally, tolerance: float = 1.0) -> None:
-    """Print the records that could not be used. Raises RecordError if their share exceeds the tolerance."""
+    """Print the records that could not be used. Raise RecordError if their share exceeds the tolerance."""
     tally.check(tolerance)
     tell(*tally.left_out())
 

@@ -215,7 +215,7 @@ def add(
 def _check_model(store: Path, manifest: Manifest, loading: ModelConfig, *, rankings: bool) -> None:
     """Print a note if a store holds answers of a model other than the one that ``loading`` names.
 
-    Raises StoreError instead if ``rankings`` is True, because rankings must come from the model that gave the
+    Raise StoreError instead if ``rankings`` is True, because rankings must come from the model that gave the
     answers.
     """
     from hdtool.runtime.weights.checkpoint_identity import checkpoint_of

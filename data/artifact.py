@@ -57,7 +57,7 @@ class Artifact:
     def remove(self) -> None:
         """Delete the artifact's files, the manifest last, and then the folder if nothing else is in it.
 
-        Raises ModelError if another process holds the folder's lock, or if a file cannot be deleted.
+        Raise ModelError if another process holds the folder's lock, or if a file cannot be deleted.
         """
         busy = ModelError(f"another process writes {self.folder}: wait for it")
         with (

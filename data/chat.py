@@ -27,7 +27,7 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def with_system(prompt: Prompt, text: str) -> Prompt:
-    """Return the prompt preceded by a system message. Raises PromptError if the prompt already begins with one."""
+    """Return the prompt preceded by a system message. Raise PromptError if the prompt already begins with one."""
     if prompt.messages[0]["role"] == "system":
         prompt_name = f"prompt {prompt.id}" if prompt.id else "the prompt"
         raise PromptError(f"{prompt_name} has a system message of its own: leave out --system, or remove that message")
@@ -41,7 +41,7 @@ def encode_conversation(
     chat: bool | None = None,
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
-    """Encode a prompt as token ids. Raises PromptError if there are none, or if the chat template refuses the prompt.
+    """Encode a prompt as token ids. Raise PromptError if there are none, or if the chat template refuses the prompt.
 
     If ``chat`` is None, the tokenizer's chat template is used if there is one. Without a template, there must be a
     single message, whose text is the prompt, and no tools. ``tools`` are passed to the template.
@@ -85,7 +85,7 @@ def conversation_text(
     """Return the text of a prompt or, if ``answered`` is True, of a conversation whose last message is the answer.
 
     If ``chat`` is False, a single message is returned unchanged, and several messages are joined, each with a newline.
-    Raises PromptError if the text is not valid Unicode, or if the chat template is missing or refuses the messages.
+    Raise PromptError if the text is not valid Unicode, or if the chat template is missing or refuses the messages.
     """
     for message in messages:
         if fault := lone_surrogate(message["content"]):
@@ -134,7 +134,7 @@ def _rendered_answer(
 ) -> str:
     """Return the answer as the chat template renders it: stripped, and after the characters that precede an answer.
 
-    Returns ``text`` unchanged if the template rejects or alters it, or renders the prompt differently before it.
+    Return ``text`` unchanged if the template rejects or alters it, or renders the prompt differently before it.
     """
     try:
         answered = [*messages, {"role": "assistant", "content": text}]

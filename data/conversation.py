@@ -41,7 +41,7 @@ class RecordedRankings:
 
     @classmethod
     def of_json(cls, value: Any, positions: int) -> RecordedRankings:
-        """Parse rankings. Raises RowError unless they are valid and have one row for each of ``positions`` tokens."""
+        """Parse rankings. Raise RowError unless they are valid and have one row for each of ``positions`` tokens."""
         import numpy as np
 
         try:
@@ -158,7 +158,7 @@ ITEM_ROLES = {
 
 
 def message_turns(value: Any, name: str) -> list[Turn]:
-    """Parse the messages ``value`` of a field ``name``, skipping reasoning. Raises RowError if they are malformed."""
+    """Parse the messages ``value`` of a field ``name``, skipping reasoning. Raise RowError if they are malformed."""
     messages = _as_list(value)
     if not isinstance(messages, list):
         raise RowError(f"`{name}` must be a list (found: {type(value).__name__})")
@@ -193,7 +193,7 @@ def _incomplete_message_error() -> RowError:
 
 
 def role_of(name: Any) -> str:
-    """Return the role that a name stands for. Raises RowError for an unknown name."""
+    """Return the role that a name stands for. Raise RowError for an unknown name."""
     role = ROLE_BY_NAME.get(str(name).lower())
     if role is None:
         raise RowError(f"unknown role {str(name)[:40]!r}: expected one of {', '.join(ROLES)}")
@@ -296,7 +296,7 @@ def _request_messages(body: dict[str, Any]) -> list[Turn]:
 
 
 def answer_turns(response: Any) -> list[Turn]:
-    """Parse a response into the answer's turns, none if the request failed. Raises RowError if the form is unknown."""
+    """Parse a response into the answer's turns, none if the request failed. Raise RowError if the form is unknown."""
     if isinstance(response, str):
         text = _streamed(response) if response.lstrip().startswith(SSE_PREFIX) else response
         return [Turn(ASSISTANT, text)]
@@ -351,7 +351,7 @@ def _streamed(text: str) -> str:
 
 
 def _joined(chunks: Iterable[Any]) -> str:
-    """Concatenate the text of the first choice in streamed chunks. Raises RowError unless every chunk is an object."""
+    """Concatenate the text of the first choice in streamed chunks. Raise RowError unless every chunk is an object."""
     texts: list[Any] = []
     for chunk in chunks:
         if not isinstance(chunk, dict):

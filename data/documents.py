@@ -45,7 +45,7 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
 def stored_documents(tokens: Tokens, end: int) -> Iterator[Tokens]:
     """Yield the documents of a token array without their end tokens.
 
-    Raises StoreError if the file is damaged: if a token id exceeds the end token's, or the last document has no
+    Raise StoreError if the file is damaged: if a token id exceeds the end token's, or the last document has no
     end token.
     """
     start = 0
@@ -63,7 +63,7 @@ def stored_documents(tokens: Tokens, end: int) -> Iterator[Tokens]:
 def with_sources(documents: Iterable[Tokens], counts: Sequence[int]) -> Iterator[Document]:
     """Yield stored documents, each with the index of the input that it came from.
 
-    ``counts`` has the number of documents per input. Raises StoreError if the sum of ``counts`` differs from the
+    ``counts`` has the number of documents per input. Raise StoreError if the sum of ``counts`` differs from the
     number of documents.
     """
     owners = (source for source, count in enumerate(counts) for _ in range(count))

@@ -160,7 +160,7 @@ def may_be_torn_start(torn: bytes, start: str) -> bool:
 
 
 def cut_torn_line(path: Path, torn: bytes) -> None:
-    """Remove ``torn``, unless it is empty, from the end of a file. Raises OSError if the file does not end with it."""
+    """Remove ``torn``, unless it is empty, from the end of a file. Raise OSError if the file does not end with it."""
     if not torn:
         return
     with path.open("r+b") as stream:

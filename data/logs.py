@@ -45,7 +45,7 @@ TEMPLATE_TURNS = (
 
 
 def messages_in(prompt: str) -> list[dict[str, str]] | None:
-    """Parse a rendered prompt into messages. Returns None unless a known template matches the whole prompt."""
+    """Parse a rendered prompt into messages. Return None unless a known template matches the whole prompt."""
     for turn in TEMPLATE_TURNS:
         matches = list(turn.finditer(prompt))
         if not matches or "".join(match[0] for match in matches) != prompt:
@@ -143,7 +143,7 @@ class VllmLog:
         )
 
     def read(self, line: str, number: int) -> Iterator[Any]:
-        """Parse a line, and yield the exchange that it completes, if any. Raises RowError if the line is damaged."""
+        """Parse a line, and yield the exchange that it completes, if any. Raise RowError if the line is damaged."""
         if body := VLLM_BODY.search(line):
             self._requests[body["id"]] = number, parse_json(body["body"])
         elif prompt := VLLM_PROMPT.search(line):
@@ -215,7 +215,7 @@ def is_server_log(head: bytes) -> bool:
 def log_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[FileRow]:
     """Yield a row per line with a JSON body, and per exchange a row with ``request``, ``response`` or both.
 
-    Raises RecordError if the log has neither.
+    Raise RecordError if the log has neither.
     """
     logs = (VllmLog(), LlamaServerLog())
     has_rows = False

@@ -105,7 +105,7 @@ class CountedFile(io.RawIOBase):
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON. Raises RowError if the text is not valid JSON, is nested too deeply, or has too long a number."""
+    """Parse JSON. Raise RowError if the text is not valid JSON, is nested too deeply, or has too long a number."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -117,7 +117,7 @@ def parse_json(text: str) -> Any:
 
 
 def decode_utf8(data: bytes) -> str:
-    """Decode UTF-8 text, dropping a byte order mark. Raises RowError if the data are binary or not valid UTF-8."""
+    """Decode UTF-8 text, dropping a byte order mark. Raise RowError if the data are binary or not valid UTF-8."""
     if b"\0" in data:
         raise RowError("binary data")
     try:
@@ -157,7 +157,7 @@ def json_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[FileRow]:
     """Yield a row per item of a JSON array or per line of JSON Lines, or one row for any other JSON value.
 
     An array with the messages of one conversation is one row. A file whose first line is a complete value, but not an
-    array, is read as JSON Lines. Raises RecordError if the JSON is invalid.
+    array, is read as JSON Lines. Raise RecordError if the JSON is invalid.
     """
     opening = _first_lines(stream)
     if first_byte(opening) != b"[":

@@ -145,7 +145,7 @@ def read_traces(
 ) -> list[Trace]:
     """Return a trace of each conversation in the files, in order. Unusable records are counted in ``tally``.
 
-    Raises RecordError if too many are unusable or none holds an answer, and OptionError if ``questions`` fit none.
+    Raise RecordError if too many are unusable or none holds an answer, and OptionError if ``questions`` fit none.
     """
     questions_by_key = _questions(questions) if questions else {}
     reader = ConversationReader(paths, tolerance=1.0)

@@ -41,7 +41,7 @@ class Bench:
     drafters: str = COLD
 
     def check(self, questions: Sequence[Prompt]) -> None:
-        """Check in advance: raise a ``PromptError`` if a question is unanswerable or, with warm drafters, repeated."""
+        """Raise a ``PromptError`` if a question cannot be answered or, with warm drafters, is repeated."""
         self._refuse_repeated(questions)
         for question in questions:
             try:

@@ -64,9 +64,9 @@ WARM_UP_PROMPTS = (
 def warm_up_questions(
     measured: Sequence[Prompt], spare: Sequence[Prompt], count: int, fits: Callable[[Prompt], bool]
 ) -> list[Prompt]:
-    """Return ``count`` questions for the warm-up, which is not measured.
+    """Return ``count`` questions for the warm-up, which is not measured; fewer if no embedded prompt fits the model.
 
-    Prefers ``spare`` questions that fit the model, of different categories, then cycles through ``WARM_UP_PROMPTS``.
+    ``spare`` questions that fit come first, of different categories, then ``WARM_UP_PROMPTS``, again and again.
     Questions with the text of a measured question are excluded, whatever their id.
     """
     measured_texts = {question.messages[-1]["content"] for question in measured}

@@ -87,8 +87,8 @@ class DraftingContender:
 class GenerateContender:
     """Transformers' ``generate`` as a contender, with the same stop tokens, length limit and temperature as hdtool.
 
-    Its greedy answers have the same tokens as plain decoding. Its sampled answers differ, because transformers draws
-    tokens differently.
+    Its greedy answers have the same tokens as plain decoding, up to near ties. Its sampled answers differ, because
+    transformers draws tokens differently.
     """
 
     def __init__(

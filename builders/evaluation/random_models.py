@@ -32,7 +32,7 @@ def load_shape(shape: str, config: ModelConfig) -> Loaded:
     """Create a model with random weights, given the name of a known shape or the path of a configuration.
 
     The tokenizer is that of the model which ``config`` names; a smaller vocabulary of the shape is enlarged to fit it.
-    Raises an OptionError for an unknown shape or a quantization, and a ModelError if the model cannot be created.
+    Raise an OptionError for an unknown shape or a quantization, and a ModelError if the model cannot be created.
     """
     tokenizer = load_tokenizer(config)
     if config.quantization:
@@ -66,7 +66,10 @@ def load_shape(shape: str, config: ModelConfig) -> Loaded:
 
 
 def estimated_passes(shape: str, config: ModelConfig, costs: CostConfig) -> CostCurve:
-    """Estimate a shape's cost curve without allocating weights; raise an OptionError if ``config`` quantizes."""
+    """Estimate a shape's cost curve without allocating weights; raise an OptionError if ``config`` quantizes.
+
+    The shape is the name of a known one or the path of a configuration, as for ``load_shape``.
+    """
     assert costs.bandwidth
     if config.quantization:
         raise OptionError(f"--quantization {config.quantization} has no effect on an estimate: leave it out")

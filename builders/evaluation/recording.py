@@ -98,7 +98,7 @@ class TurnReader:
     def _answer(self, prompt_text: str, prompt: list[int], messages: Sequence[Message]) -> list[int]:
         """Return the token ids of the last message up to its first stop token; if it has none, append the EOS token.
 
-        Raises a PromptError if the EOS token is needed and the tokenizer has none.
+        Raise a PromptError if the EOS token is needed and the tokenizer has none.
         """
         text = messages[-1]["content"]
         whole = (

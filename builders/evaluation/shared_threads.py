@@ -16,8 +16,8 @@ from hdtool.runtime.target.target import Target
 def choose_shared_threads(target: Target, peer: PreTrainedModel | None, wanted: int | None = None) -> int:
     """Set the number of threads of all contenders, and return it: ``wanted`` or, if None, the one that suits the peer.
 
-    ``peer`` is the model on which transformers' ``generate`` runs. The number is the one with which its forward pass is
-    the fastest; without a peer on the CPU, it is the one that hdtool chooses for itself.
+    ``peer`` is the model on which transformers' ``generate`` runs; the number that suits it makes its forward passes
+    fastest. Without a peer on the CPU, the number is the one that hdtool chooses for itself.
     """
     if wanted is not None or peer is None or peer.device.type != "cpu":
         return choose_threads(target, wanted)

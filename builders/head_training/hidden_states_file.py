@@ -27,7 +27,7 @@ class HiddenStatesFile:
     """Safetensors file that caches a target's hidden states, written with one batch in memory at a time."""
 
     def __init__(self, path: Path, target: FrozenTarget, examples: Sequence[Example], key: str) -> None:
-        """``key`` identifies the model and texts. Raises a HeadsError unless the output layer alone computes logits."""
+        """``key`` identifies the model and texts. Raise a HeadsError unless the output layer alone computes logits."""
         if not target.has_plain_output:
             raise HeadsError(
                 "--hidden-states does not work with this model: it changes its logits after the output layer; leave "
@@ -63,7 +63,7 @@ class HiddenStatesFile:
     def write(self) -> Iterator[int]:
         """Compute and store all hidden states, yielding the number of tokens done so far.
 
-        Raises a ``HeadsError`` if the disk has too little free space.
+        Raise a ``HeadsError`` if the disk has too little free space.
         """
         free = shutil.disk_usage(_existing_parent(self._file.path.absolute())).free
         if free < self.bytes:

@@ -73,8 +73,8 @@ class _CrossEntropy(torch.autograd.Function):
 cross_entropy: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _CrossEntropy.apply
 """Return ``(loss, correct)``: the summed loss of ``states @ weight.T``, and how many labels equal the argmax.
 
-Takes the arguments of ``_CrossEntropy.forward``. The loss of a state is the cross-entropy to its row of ``probs``, plus
-``lm_weight`` times the cross-entropy to its label. ``bias`` is added to the logits and gets no gradient.
+The arguments are those of ``_CrossEntropy.forward``. The loss of a state is the cross-entropy to its row of ``probs``,
+plus ``lm_weight`` times the cross-entropy to its label. ``bias`` is added to the logits and gets no gradient.
 """
 
 
@@ -144,7 +144,7 @@ class FrozenTarget:
     ) -> torch.Tensor:
         """Return the logits ``[positions, tokens]`` at the given positions.
 
-        ``token_ids`` selects the tokens of a draft vocabulary; None selects all. Raises a ``ModelError`` if a logit is
+        ``token_ids`` selects the tokens of a draft vocabulary; None selects all. Raise a ``ModelError`` if a logit is
         not finite.
         """
         if output.logits is not None:

@@ -93,7 +93,7 @@ def _ranks(logits: torch.Tensor, labels: torch.Tensor, has_label: torch.Tensor) 
 def _count_calibration(counts: npt.NDArray[np.float64], logits: torch.Tensor, ranks: Ints) -> None:
     """Count each head's top-k tokens, and how many of them were correct, by probability bucket.
 
-    Adds these counts to ``counts[0]`` and ``counts[1]``. A position counts for a head only if every earlier head
+    The counts are added to ``counts[0]`` and ``counts[1]``. A position counts for a head only if every earlier head
     ranked its own true token in its top-k.
     """
     best = logits.log_softmax(dim=-1).topk(min(TOKENS_PER_RANKING, logits.shape[-1])).values.cpu().numpy()
@@ -109,7 +109,7 @@ def _count_calibration(counts: npt.NDArray[np.float64], logits: torch.Tensor, ra
 
 
 def best_tree(ranks: Ints, max_nodes: int = LARGEST_BUDGET) -> tuple[list[list[int]], list[float]]:
-    """Return the static tree with the most accepted tokens as ``(paths, rates)``.
+    """Return the static tree of at most ``max_nodes`` nodes with the most accepted tokens, as ``(paths, rates)``.
 
     A path's rate is the share of positions at which it is accepted. A path is never accepted more often than its
     prefix, so the most frequent paths form a tree.

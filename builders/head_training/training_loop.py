@@ -48,7 +48,10 @@ class Training:
         processes: Processes,
         stored: HiddenStatesFile | None = None,
     ) -> None:
-        """``stored`` caches hidden states; if None, the target computes them. A batch needs a text for each process."""
+        """``stored`` caches hidden states; if None, the target computes them.
+
+        Raise an OptionError if a batch has fewer texts than there are processes.
+        """
         self.heads = heads
         self.history = TrainingHistory()
         self.steps = batches.steps
@@ -64,7 +67,7 @@ class Training:
     def run(self, settings: dict[str, Any]) -> Iterator[int]:
         """Train to the end, yielding the number of steps done.
 
-        Raises a ``HeadsError`` if a checkpoint has other settings than ``settings``, or if the loss is not finite.
+        Raise a ``HeadsError`` if a checkpoint has other settings than ``settings``, or if the loss is not finite.
         """
         done = self._restore(settings)
         yield done

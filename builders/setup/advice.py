@@ -68,7 +68,7 @@ def _on_answers(stages: Mapping[str, Mapping[str, Any]], missing: float | None) 
 def _answers_for(factor: float, half: Mapping[str, float], whole: Mapping[str, float]) -> int | None:
     """Estimate how many more answers in the store raise tokens per step by ``factor``, if each doubling helps equally.
 
-    Returns None if the measured gain is not positive, or if the estimate would extrapolate too far.
+    Return None if the measured gain is not positive, or if the estimate would extrapolate too far.
     """
     doublings = math.log2(whole["answers"] / half["answers"])
     growth = whole["tokens_per_step"] / half["tokens_per_step"]

@@ -56,7 +56,7 @@ def answer_prompts(
     """Answer the first prompts that fit the context with every method; return speeds and counts of identical answers.
 
     Every answer uses a fresh drafter. ``generate`` of transformers answers only a few prompts. Trained drafters that
-    lie in the model's ``folder`` or are layers of its checkpoint take part too. Raises a PromptError if no prompt fits.
+    lie in the model's ``folder`` or are layers of its checkpoint take part too. Raise a PromptError if no prompt fits.
     """
     decoding = with_model_drafters(DecodeConfig(max_new_tokens=max_new_tokens), loaded, folder)
     offered = usable_drafter_methods(decoding, loaded)

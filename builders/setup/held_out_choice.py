@@ -23,7 +23,7 @@ def choose_held_out(openings: Sequence[bytes], share: float) -> frozenset[bytes]
 
     ``openings`` has the hash of each conversation's first question, and about ``MAX_HELD_OUT`` at most are held out.
     Conversations with the same first question are held out together or not at all, because their answers resemble each
-    other. The choice does not depend on the order of the logs. Raises RecordError for fewer than two first questions.
+    other. The choice does not depend on the order of the logs. Raise RecordError for fewer than two first questions.
     """
     if not openings:
         raise RecordError(

@@ -79,8 +79,8 @@ def _prefix_arrays(by_length: list[NgramGroup]) -> dict[str, Ints]:
 def _hash_table(keys: Ints, heads: list[Ints]) -> Ints:
     """Return a hash table of all prefixes; a lookup in it reads at most ``MAX_PROBES`` slots.
 
-    Fills the hash columns of ``keys`` as a side effect. Keys with equal hashes collide at any table size, so keys that
-    find no slot after ``MAX_DOUBLINGS`` doublings are left out.
+    The hash columns of ``keys`` are filled as a side effect. Keys with equal hashes collide at any table size, so keys
+    that find no slot after ``MAX_DOUBLINGS`` doublings are left out.
     """
     size = table_size(len(keys))
     for _ in range(MAX_DOUBLINGS + 1):
@@ -168,7 +168,7 @@ def build_corpus_index(
     """Build a corpus index of ``documents``, atomically replacing any store in ``folder``.
 
     ``executor`` sorts the shards; by default, local processes do, at most one per core. ``check`` is called with the
-    folder and raises if the existing store must not be replaced. Raises a ``StoreError`` if the documents hold no text.
+    folder and raises if the existing store must not be replaced. Raise a ``StoreError`` if the documents hold no text.
     """
     end = tokenizer.vocab_size
     width = token_type(end)
@@ -221,12 +221,12 @@ def build_model_store(
 ) -> Manifest:
     """Build a model store of ``documents``, atomically replacing any store in ``folder``.
 
-    Keeps the ``top_k`` most frequent sequences of each length as prefixes with a next token, at most ``per_key`` per
+    The ``top_k`` most frequent sequences of each length are kept as prefixes with a next token, at most ``per_key`` per
     prefix. Sequences of five tokens are also kept as phrases after their first token, at most ``per_key`` phrases per
     first token. Ties are broken in favor of smaller token ids.
 
     ``model`` is the checkpoint that wrote the documents, and ``rankings`` are its ``vocabulary_rankings``. ``check`` is
-    called with the folder and raises if the existing store must not be replaced. Raises a ``StoreError`` if no document
+    called with the folder and raises if the existing store must not be replaced. Raise a ``StoreError`` if no document
     has at least five tokens; with ``rankings`` and no sources, there need not be any document.
     """
     end = tokenizer.vocab_size

@@ -205,7 +205,7 @@ def drop(folder: Path, name: str) -> DropResult:
     """Rebuild a store without one source, so that no file keeps content that only this source had.
 
     ``name`` selects the source by its recorded name, by a file name that is unique among the sources, or by at least 8
-    digits of its hash. Raises a ``StoreError`` unless exactly one source is selected and others remain.
+    digits of its hash. Raise a ``StoreError`` unless exactly one source is selected and others remain.
     """
     delete_old_builds(folder)  # a killed drop may have left the files of a source that the manifest no longer names
     old = StoreContents.of(folder)
@@ -283,7 +283,7 @@ class HistoryDocuments:
     def __init__(self, folders: Sequence[Path], tokenizer: TokenizerFingerprint) -> None:
         """Open the stores; conversations appended later are not included.
 
-        Raises a ``StoreError`` if a store is of another kind or tokenizer, or if a history holds no conversations.
+        Raise a ``StoreError`` if a store is of another kind or tokenizer, or if a history holds no conversations.
         """
         self.sources: list[InputFile] = []
         self.tokens = 0
@@ -337,7 +337,7 @@ def drop_conversations(
     """Remove and return the conversations of one source, those older than an age, or those that are both.
 
     The store is rewritten, so no file keeps the removed tokens; processes that have the store open notice when they
-    begin their next answer. Raises a ``StoreError`` if neither is given, or if the store has no such source.
+    begin their next answer. Raise a ``StoreError`` if neither is given, or if the store has no such source.
     """
     if source is None and older_than is None:
         raise StoreError(f"nothing to drop from {folder}: name a source, or an age from which conversations go")

@@ -50,7 +50,7 @@ NAMES = (SMOLLM2, EMBEDDED)
 def located(model: str | None) -> str | None:
     """Return the path of SmolLM2's file for ``smollm2``, None for ``embedded``, and any other name unchanged.
 
-    The name of an existing file or folder is unchanged, too. Raises ModelError if SmolLM2 is named and not installed.
+    The name of an existing file or folder is unchanged, too. Raise ModelError if SmolLM2 is named and not installed.
     """
     if model not in NAMES or Path(model).exists():
         return model

@@ -76,7 +76,7 @@ class HistoryManifest:
 
     @classmethod
     def from_json(cls, row: Any) -> HistoryManifest:
-        """Parse a manifest. Raises ValueError, with the reason, if the manifest is damaged."""
+        """Parse a manifest. Raise ValueError, with the reason, if the manifest is damaged."""
         tokenizer, options, files = (field_of(row, name, dict) for name in ("tokenizer", "options", "files"))
         size = number_of(options, "size", 2, MAX_HISTORY_BYTES)
         if size & (size - 1):
@@ -94,13 +94,13 @@ class HistoryManifest:
 
 
 def manifest_stamp(path: Path | str) -> tuple[int, int]:
-    """Return a value that changes when the manifest at ``path`` is replaced. Raises OSError if there is no manifest."""
+    """Return a value that changes when the manifest at ``path`` is replaced. Raise OSError if there is no manifest."""
     status = os.stat(path)
     return status.st_ino, status.st_mtime_ns
 
 
 def read_history_manifest(folder: Path) -> HistoryManifest:
-    """Read the manifest of a history store. Raises StoreError if the folder holds no readable history store."""
+    """Read the manifest of a history store. Raise StoreError if the folder holds no readable history store."""
     path = folder / MANIFEST
     try:
         row = json.loads(manifest_bytes(folder, "history store", "name the folder of one"))
@@ -145,7 +145,7 @@ def require_history(
 def is_new_history(folder: Path) -> bool:
     """Return True if a history store may be created in a folder, and False if the folder already has a manifest.
 
-    Raises StoreError if it is not a folder, or holds other files and no manifest.
+    Raise StoreError if it is not a folder, or holds other files and no manifest.
     """
     if not os.path.lexists(folder):
         return True

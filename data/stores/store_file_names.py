@@ -56,12 +56,12 @@ def is_part_name(part: str, name: str) -> bool:
 
 
 def create_empty(path: Path) -> None:
-    """Create an empty file. Raises FileExistsError if anything exists at the path, even a link."""
+    """Create an empty file. Raise FileExistsError if anything exists at the path, even a link."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
 
 
 def manifest_bytes(folder: Path, needed: str = "store", advice: str = "build one, or name the folder of one") -> bytes:
-    """Return the content of the manifest in a folder. Raises StoreError if the folder has no readable manifest."""
+    """Return the content of the manifest in a folder. Raise StoreError if the folder has no readable manifest."""
     path = folder / MANIFEST
     with os_errors_as(StoreError, f"{path} cannot be read", "correct the permissions"):
         if path.exists() and not path.is_file():  # reading a named pipe would block

@@ -64,7 +64,7 @@ def read_store(folder: Path, read: Callable[[Manifest], T], *, check: bool = Tru
 
 
 def parse_manifest(folder: Path, text: bytes, *, check: bool) -> Manifest:
-    """Parse the manifest of a built store. Raises StoreError if it is damaged, of another format or of a history.
+    """Parse the manifest of a built store. Raise StoreError if it is damaged, of another format or of a history.
 
     With ``check``, also raise one if a file is missing or doesn't have its recorded size.
     """
@@ -166,7 +166,7 @@ class StoreBuild:
     def commit(self, manifest: Manifest) -> Manifest:
         """Replace the manifest atomically, so that the store consists of the files that this build wrote.
 
-        Returns the manifest with sizes and checksums. Raises StoreError if another program wrote one meanwhile.
+        Return the manifest with sizes and checksums. Raise StoreError if another program wrote one meanwhile.
         """
         for path in self._parts.values():
             sync_to_disk(path)
@@ -238,7 +238,7 @@ def building(folder: Path, check: FolderCheck | None = None) -> Iterator[StoreBu
 
 
 def delete_old_builds(folder: Path) -> None:
-    """Delete the files that killed builds left in a store's folder. Raises StoreError if the folder holds no store."""
+    """Delete the files that killed builds left in a store's folder. Raise StoreError if the folder holds no store."""
     read_manifest(folder, check=False)
     with building(folder):
         pass  # it sweeps the folder under its lock

@@ -116,7 +116,7 @@ def stored_items() -> list[StoredItem]:
 
 
 def find_item(name: str, items: Iterable[StoredItem]) -> StoredItem:
-    """Return the item with this name or folder. Raises StoreError unless exactly one matches."""
+    """Return the item with this name or folder. Raise StoreError unless exactly one matches."""
     known = list(items)
     if found := _named(name, known):
         return found
@@ -131,7 +131,7 @@ def find_item(name: str, items: Iterable[StoredItem]) -> StoredItem:
 def store_folder(name: str) -> Path:
     """Return the folder of a store that is given by its path or by its name in hdtool's home.
 
-    An unknown name is returned as a path, unless it is similar to a store's name. Raises StoreError if it is, or if
+    An unknown name is returned as a path, unless it is similar to a store's name. Raise StoreError if it is, or if
     several stores share the name.
     """
     folder = Path(name).expanduser()

@@ -20,7 +20,7 @@ from hdtool.runtime.weights.weight_store import StoredWeight, WeightStore
 
 
 def safetensors_store(folder: Path, settings: Any, model: Any) -> WeightStore | None:
-    """Return the weights of a checkpoint for the parameters of ``model``, which may be empty.
+    """Return the weights of a checkpoint for the parameters of ``model``, which may be on the meta device.
 
     Return None if weight files are missing or of another kind, or if the checkpoint has adapters.
     """

@@ -29,7 +29,7 @@ class BenchMeasurements:
     def speedups(self) -> Speeds | None:
         """Return speedups over plain decoding, or over the baseline if one was named or plain decoding is missing.
 
-        Returns None if the measured times cannot be compared.
+        Return None if the measured times cannot be compared.
         """
         scores = self.scores
         if scores.doubt:

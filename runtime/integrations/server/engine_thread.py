@@ -73,7 +73,10 @@ class Tenants:
             self.put(name, self._new_drafter(name))
 
     def take(self, tenant: str, prompt: Sequence[int] = ()) -> Drafter:
-        """Take the free drafter whose last prompt shares the longest prefix with ``prompt``; make one if there is none."""
+        """Take the free drafter whose last prompt shares the longest prefix with ``prompt``.
+
+        Make a drafter if none is free.
+        """
         free = self._free_drafters[tenant]
         if not free:
             return self._new_drafter(tenant)
