@@ -206,7 +206,10 @@ class ConversationCounts:
 
 
 def write_canonical(reader: ConversationReader, file: OutputFile, progress: ProgressBar) -> ConversationCounts:
-    """Write all conversations in order and return their counts. Without any, raises RecordError and writes no file."""
+    """Write all conversations in order and return their counts.
+
+    If there are none, raise RecordError and write no file.
+    """
     written = ConversationCounts()
     with file.replaced() as stream, compressed(stream, file.path) as lines:
         for located in reader.conversations():

@@ -119,7 +119,7 @@ class CachedValue:
             return None
 
     def write(self, value: Any) -> None:
-        """Store a JSON-serializable value atomically. Does nothing if the folder is not writable."""
+        """Store a JSON-serializable value atomically, or do nothing if the file cannot be written."""
         row = {"key": self._key, "value": value, "sha256": json_digest(value)}
         with suppress(HdtoolError):
             OutputFile(self.path, "a cached value", lambda _: True, HdtoolError).write(json.dumps(row))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def os_errors_as(error: type[HdtoolError], fault: str, advice: str) -> Iterator[None]:
-    """Re-raise an OSError in this block as ``error``, with the message ``fault (reason): advice``."""
+    """Re-raise an OSError in the block as ``error``, with the message ``fault (reason): advice``."""
     try:
         yield
     except OSError as cause:
@@ -33,7 +33,10 @@ SPARE_BYTES = 1 << 26
 
 
 def require_room(name: str, needed: int, folder: Path, variable: str) -> None:
-    """Raise ModelError if ``folder`` lacks room for ``needed`` bytes; the environment variable ``variable`` sets it."""
+    """Raise ModelError if ``folder``'s disk lacks room for ``needed`` bytes and ``SPARE_BYTES`` more.
+
+    ``variable`` is the environment variable that sets the folder, and ``name`` names what needs the room.
+    """
     if (free := shutil.disk_usage(folder).free) < needed + SPARE_BYTES:
         raise ModelError(
             f"{name} needs {needed:,} bytes in {folder}, whose disk has {free:,}: make room, or let {variable} name a "

@@ -151,7 +151,10 @@ AMBIGUOUS_ENDINGS = (".log", ".db", ".sqlite", ".sqlite3", ".arrow")
 
 
 def find_inputs(patterns: Sequence[str | Path]) -> list[Path]:
-    """Expand paths, folders, globs and hub data sets to files, in order, without duplicates. Each must match a file."""
+    """Expand paths, folders, globs and hub data sets to files, in order and without duplicates.
+
+    Raise RecordError if one of them matches no file.
+    """
     paths_by_target: dict[Path, Path] = {}
     for pattern in patterns:
         for path in _matching_files(os.path.expanduser(pattern)):

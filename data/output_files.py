@@ -40,7 +40,7 @@ class OutputFile:
     """If True, only the owner may read the file, whatever the umask."""
 
     def check(self) -> None:
-        """Check in advance: raise ``error`` if the destination must not be replaced or cannot be written."""
+        """Raise ``error`` if the destination must not be replaced or cannot be written; write nothing."""
         destination = self._destination()
         folder = next((place for place in destination.parents if os.path.lexists(place)), destination.parent)
         fault = "" if folder.is_dir() else f"{folder} is not a folder"
@@ -62,7 +62,8 @@ class OutputFile:
     def replaced(self) -> Iterator[IO[bytes]]:
         """Yield a stream for the new content, and replace the file at the end of the block.
 
-        If the destination is a symbolic link, the file that it points to is replaced.
+        If the block raises, the old file stays. If the destination is a symbolic link, the file that it points to is
+        replaced. Raise ``error`` if the file must not be replaced or cannot be written.
         """
         with self._errors_worded():
             destination = self._destination()
@@ -159,7 +160,10 @@ def _remove_unless_locked(path: Path) -> None:
 
 
 def lock(descriptor: int, *, wait: bool) -> bool:
-    """Lock an open file until it is closed or the process ends; return False on failure. On Windows, do nothing."""
+    """Lock an open file until it is closed or the process ends; return False on failure.
+
+    On Windows, do nothing and return True.
+    """
     try:
         from fcntl import LOCK_EX, LOCK_NB, flock
     except ImportError:

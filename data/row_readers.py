@@ -138,7 +138,7 @@ def line_rows(raw: CountedFile, lines: Iterable[bytes]) -> Iterator[FileRow]:
 
 
 def line_value(line: bytes) -> Any:
-    """Parse the JSON value in a line, skipping a logger's prefix. On failure, returns a RowError without raising it."""
+    """Parse the JSON value in a line, skipping a logger's prefix. On failure, return a RowError without raising it."""
     try:
         text = decode_utf8(line)
         try:

@@ -167,9 +167,10 @@ def sweep_history(folder: Path) -> None:
 
 
 def history_lock(folder: Path, *, remove: bool = False) -> AbstractContextManager[None]:
-    """Hold a history store's lock in a ``with`` block. Waits up to ``LOCK_TIMEOUT`` seconds, then raises StoreError.
+    """Return a context manager that holds a history store's lock.
 
-    ``remove`` deletes the lock file at the end of the block.
+    It waits up to ``LOCK_TIMEOUT`` seconds for the lock, then raises StoreError. ``remove`` deletes the lock file at
+    the end of the block.
     """
     busy = StoreError(f"another command makes the history store {folder} anew: wait for it")
     return file_lock(folder / LOCK_FILE, busy, seconds=LOCK_TIMEOUT, remove=remove)

@@ -49,7 +49,7 @@ def read_manifest(folder: Path, *, check: bool = True) -> Manifest:
 
 
 def read_store(folder: Path, read: Callable[[Manifest], T], *, check: bool = True) -> T:
-    """Call ``read`` with a store's manifest and return the result. Retries if the store is replaced meanwhile.
+    """Call ``read`` with a store's manifest and return the result, retrying if the store is replaced meanwhile.
 
     ``read`` opens files, and raises StoreError if it cannot. With ``check``, the sizes of all files are checked first.
     """
@@ -118,7 +118,10 @@ def require_store(manifest: Manifest, folder: Path, kind: str, tokenizer: Tokeni
 
 
 def damaged_files(folder: Path, manifest: Manifest) -> list[str]:
-    """Return the names of files whose checksums do not match. Reads every byte."""
+    """Return the names of the files whose content does not match its checksum in the manifest.
+
+    Every byte is read. Raise StoreError if a file cannot be opened.
+    """
     with ExitStack() as opened:
         # Open all files first, because reading takes long and the store may be replaced meanwhile.
         streams = [(file, opened.enter_context(_stream_of(folder / file.name))) for file in manifest.files.values()]
@@ -201,10 +204,9 @@ def check_replaceable(folder: Path, check: FolderCheck | None) -> None:
 def building(folder: Path, check: FolderCheck | None = None) -> Iterator[StoreBuild]:
     """Build a store in ``folder`` while holding the folder's lock.
 
-    On any error, an old store there stays unchanged. If there was none, nothing stays behind. An OSError is raised as a
-    StoreError, and so is a lock that another process holds.
-    ``check`` raises if the store in the folder must not be replaced. It is called under the lock, so that no other
-    process can replace that store afterwards.
+    On any error, an old store there stays unchanged. If there was none, nothing stays behind. Raise StoreError for an
+    OSError in the block, or if another process holds the lock. ``check`` raises if the store in the folder must not be
+    replaced. It is called under the lock, so that no other process can replace that store afterwards.
     """
     check_destination(folder)
     created = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]

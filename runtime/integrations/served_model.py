@@ -23,7 +23,10 @@ def opener_for_served(
     tokenizer_revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> StoreOpener:
-    """Return the opener of the model's stores for ``tenant`` or, if None, for the tenant of the server's ``names``."""
+    """Return the opener of the model's stores for ``tenant`` or, if None, for the tenant of the server's ``names``.
+
+    If ``tokenizer`` is None, the model's own is read. Raise an ``HdtoolError`` if it cannot be loaded.
+    """
     loaded_from, read_from = (
         ModelConfig(place, trust_remote_code=trust_remote_code) for place in (model, tokenizer or model)
     )

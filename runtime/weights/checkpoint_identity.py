@@ -31,7 +31,7 @@ def place_of(
     weights: bool = False,
     revision: str | None = None,
 ) -> Path:
-    """Return the folder to load a configuration's model from; raise a ``ModelError`` if there is no such model.
+    """Return the folder to load a configuration's model from; raise an ``HdtoolError`` if there is no such model.
 
     Hub files are downloaded if needed; without ``weights``, only the configuration and the tokenizer. A local folder
     must have at least one of the files ``needed``. The folder of a GGUF file holds no weights.
@@ -62,8 +62,8 @@ def place_of(
 def checkpoint_of(config: ModelConfig, revision: str | None = None) -> Checkpoint | None:
     """Return the checkpoint that a configuration names, or None if its weights are not on this machine.
 
-    The model is not loaded, and no weights are downloaded, except a GGUF file on the hub. Raise a ``ModelError`` if the
-    model does not exist.
+    The model is not loaded, and no weights are downloaded, except a GGUF file on the hub. Raise an ``HdtoolError`` if
+    the model does not exist.
     """
     file = gguf_file(config)
     return checkpoint_in(place_of(config, revision=revision), file.name if file else _name_of(config))

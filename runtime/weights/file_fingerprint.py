@@ -27,7 +27,10 @@ SAMPLED_POSITIONS = 1024
 
 
 def fingerprint_of(files: Iterable[Path]) -> str:
-    """Return the weights' fingerprint: ``DIGITS`` hex digits, independent of how safetensors files are sharded."""
+    """Return the weights' fingerprint: ``DIGITS`` hex digits, independent of how safetensors files are sharded.
+
+    Raise a ``ModelError`` if a file is damaged, and OSError if it cannot be read.
+    """
     paths = tuple(files)
     return _fingerprint(paths, tuple(map(FileState.of, paths)))
 

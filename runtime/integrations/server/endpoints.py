@@ -88,7 +88,7 @@ class ApiKeys:
         """Read keys from the file ``path``, or a single key from the environment if ``path`` is None.
 
         A line of the file is a key, or the name of a tenant and its key. Empty lines and lines that begin with # are
-        skipped. Raise OptionError if a line is wrong or the file has no key.
+        skipped. Raise OptionError if a line is wrong or the file has no key, PromptError if the file cannot be read.
         """
         if path is None:
             key = environment.get(API_KEY_VARIABLE, "").strip()
