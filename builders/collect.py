@@ -184,7 +184,7 @@ class RankingRecorder:
 
 
 def collect(answerer: Answerer, prompts: Sequence[Prompt], file: GenerationFile) -> Iterator[int]:
-    """Add the answers that ``file`` lacks; yield the number of answered prompts. Ctrl-C raises KeyboardInterrupt."""
+    """Add the answers that ``file`` lacks, yielding the number of answered prompts; Ctrl-C raises KeyboardInterrupt."""
     with file.open(prompts) as left:
         done = len(prompts) - len(left)
         yield done

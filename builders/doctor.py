@@ -358,7 +358,7 @@ def decoding_findings() -> Iterator[Finding]:
 def decode_probe(method: str) -> tuple[list[int], int]:
     """Answer a short prompt with the embedded model; return the token ids and the number of steps.
 
-    Saves neither correctness proofs nor cost curves.
+    Neither correctness proofs nor cost curves are saved.
     """
     decoding = DecodeConfig(method, draft_tokens=PROBE_NODES, max_new_tokens=PROBE_TOKENS)
     stores = StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))

@@ -55,7 +55,7 @@ def passes_summary(target: Target) -> str:
 
 
 def stream_answer(answer: Answer, *, show: bool = True, color: bool = False) -> None:
-    """Generate an answer; if ``show`` is True, stream it to stdout. Ctrl-C ends the answer and keeps its tokens."""
+    """Generate an answer, streaming it to stdout if ``show`` is True; Ctrl-C ends the answer and keeps its tokens."""
     printable = without_control_characters if sys.stdout.isatty() else str
     length = 0  # of the text that was streamed
     try:

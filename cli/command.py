@@ -219,7 +219,7 @@ def _selected_methods(given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def method_names(listed: Collection[str] | None) -> tuple[str, ...] | None:
-    """Split the values of a repeatable option at their commas. Return None if the option was not given."""
+    """Split the values of a repeatable option at their commas; return None if the option was not given."""
     return tuple(name.strip() for names in listed for name in names.split(",")) if listed else None
 
 

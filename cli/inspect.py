@@ -144,7 +144,7 @@ def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) ->
 
 
 def _tokenizer(folder: Path, manifest: Manifest | HistoryManifest, config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the store's tokenizer. Raise StoreError if the user names a model with another tokenizer."""
+    """Load the store's tokenizer; raise StoreError if the user names a model with another tokenizer."""
     from hdtool.runtime.target.load import load_tokenizer
     from hdtool.runtime.target.store_tokenizer import model_of_store
 

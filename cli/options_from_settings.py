@@ -125,7 +125,7 @@ def _value(name: str, given: Any) -> Any:
 
 
 def parse_numbers(name: str, listed: str | None, kind: Callable[[str], T], expected: str) -> tuple[T, ...] | None:
-    """Parse an option of comma-separated numbers, or raise OptionError. Return None if the option was not given."""
+    """Parse an option of comma-separated numbers, or raise OptionError; return None if the option was not given."""
     try:
         return None if listed is None else tuple(map(kind, listed.split(",")))
     except ValueError:

@@ -160,7 +160,7 @@ class Recordings:
 
 
 def _methods(config: ReplayConfig, store_set: StoreSet, traces: list[Trace]) -> tuple[str, ...]:
-    """Return the methods to replay, and print what they draft from. Raise OptionError if one needs missing logits."""
+    """Return the methods to replay, and print what they draft from; raise OptionError if one needs missing logits."""
     ranked = all(answer.rankings for trace in traces for answer in trace.answers)
     methods = config.methods_with(corpus=store_set.corpus is not None, rankings=ranked)
     reading = [name for name in methods if name in READ_LOGITS]

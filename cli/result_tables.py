@@ -38,7 +38,7 @@ def fill_text(text: str) -> str:
 
 
 def as_columns(rows: Sequence[Sequence[str]], *, left: int = 1, widths: Sequence[int] = (), gap: int = 2) -> str:
-    """Align rows in columns. The first ``left`` columns are left-aligned, all others right-aligned.
+    """Align rows in columns, of which the first ``left`` are left-aligned and all others right-aligned.
 
     ``widths`` are the columns' minimum widths, and ``gap`` is the number of spaces between columns.
     """
@@ -145,7 +145,7 @@ def _speedup(scores: Scores, reference: str, task: str, method: str) -> str:
 
 
 def _by_task(title: str, scores: Scores, cell: Callable[[str, str], str]) -> Iterator[str]:
-    """Yield tables with a column per task, at most ``TABLE_WIDTH`` wide. The last column combines all tasks."""
+    """Yield tables with a column per task, at most ``TABLE_WIDTH`` wide; the last column combines all tasks."""
     methods = [title, *scores.tasks[ALL_TASKS]]
     widest = max(map(len, methods))
     columns_shown: list[list[str]] = []

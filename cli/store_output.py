@@ -44,7 +44,7 @@ MAX_SHOWN_SOURCES = 12
 
 
 def store_table(items: list[StoredItem], home: str) -> str:
-    """Format a table of stores. On a terminal, cells are cut so that the rows fit its width."""
+    """Format a table of stores; on a terminal, cells are cut so that the rows fit its width."""
     if not items:
         return f"{home} holds no stores: hdtool build-model-db and hdtool build-corpus-db make them"
     rows = [TABLE_HEAD, *(_cells(item) for item in items)]
@@ -108,7 +108,7 @@ def _fitted(rows: list[tuple[str, ...]], width: int) -> list[tuple[str, ...]]:
 
 
 def verify_conversations(store: HistoryStore) -> int:
-    """Check a history store's conversations and return their number. Raise StoreError if any is damaged."""
+    """Check a history store's conversations and return their number; raise StoreError if any is damaged."""
     held = store.conversations()
     intact = [each for each, _ in store.answers(held)]
     if len(intact) < len(held):
@@ -176,7 +176,7 @@ def open_documents(
     *,
     on_models: Callable[[Mapping[str, int]], str | None] | None = None,
 ) -> Iterator[tuple[list[InputFile], Iterator[Document]]]:
-    """Yield ``(sources, documents)`` of the inputs. Iterating over the documents of files shows a progress bar.
+    """Yield ``(sources, documents)`` of the inputs; iterating over the documents of files shows a progress bar.
 
     On exit, print the records that could not be used and, if ``on_models`` returns one, a note on the models that the
     records name.
@@ -207,7 +207,7 @@ def rankings_for(loading: ModelConfig, tokenizer: TokenizerFingerprint) -> Ints:
 
 
 def print_left_out(tally: Tally, tolerance: float = 1.0) -> None:
-    """Print the records that could not be used. Raise RecordError if their share exceeds the tolerance."""
+    """Print the records that could not be used; raise RecordError if their share exceeds the tolerance."""
     tally.check(tolerance)
     tell(*tally.left_out())
 
@@ -222,12 +222,12 @@ def print_built(folder: Path, manifest: Manifest, *, as_json: bool) -> None:
 
 
 def counts_in_words(counts: Mapping[str, int]) -> str:
-    """Format a store's counts as a list, as in "2 documents, 1 token". The keys of ``counts`` must be plurals."""
+    """Format a store's counts, whose keys must be plurals, as a list such as "2 documents, 1 token"."""
     return ", ".join(count_of(count, name.removesuffix("s")) for name, count in counts.items())
 
 
 def store_description(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """Return the ``--json`` record of a store that was built or inspected. Its keys are stable across versions."""
+    """Return the ``--json`` record of a store that was built or inspected; its keys are stable across versions."""
     return {
         "store": str(folder),
         "kind": manifest.kind,

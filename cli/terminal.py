@@ -29,7 +29,7 @@ USED_SEQUENCE = re.compile("(\033\\[(?:[0-9;]*m|[AK]))|[\0-\x08\x0b\x0c\x0e-\x1f
 
 
 def wrap_text(text: str, width: int, indent: str = CONTINUATION_INDENT) -> str:
-    """Break lines longer than ``width`` between words. A word longer than ``width``, such as a path, stays whole.
+    """Break lines longer than ``width`` between words; a word longer than ``width``, such as a path, stays whole.
 
     Text with control characters is returned unchanged.
     """

@@ -99,7 +99,7 @@ class AnsweredQuestion(Answers):
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> AnsweredQuestion:
-        """Parse a row of an answer file. Raise KeyError, TypeError or ValueError if hdtool did not write the row."""
+        """Parse a row of an answer file; raise KeyError, TypeError or ValueError if hdtool did not write the row."""
         choice = first_choice(row["choices"])
         lengths = _split_by_turn(choice["accept_lengths"], choice["decoding_steps"])
         names = (*HDTOOL_TURN_KEYS, *(name for name in LATER_TURN_KEYS if name in choice))
@@ -124,7 +124,7 @@ LATER_TURN_KEYS = ("first_seconds", "cpu_seconds", "waited_seconds")
 
 
 def first_choice(choices: Any) -> dict[str, Any]:
-    """Return the first of a row's ``choices``. Raise ValueError unless it has ``turns``, a list of strings."""
+    """Return the first of a row's ``choices``; raise ValueError unless it has ``turns``, a list of strings."""
     choice: dict[str, Any] = choices[0] if isinstance(choices, list) and choices else {}
     turns = choice.get("turns") if isinstance(choice, dict) else None
     if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
@@ -138,7 +138,7 @@ def question_id(name: str) -> int | str:
 
 
 def _split_by_turn(lengths: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """Split ``lengths``, one per step, into turns of ``counts`` steps. Raise ValueError if the totals differ."""
+    """Split ``lengths``, one per step, into turns of ``counts`` steps; raise ValueError if the totals differ."""
     if sum(counts) != len(lengths):
         raise ValueError("accept_lengths and decoding_steps differ")
     rest = iter(lengths)

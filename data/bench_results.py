@@ -39,7 +39,7 @@ class BenchRun:
 
     @classmethod
     def read(cls, folder: Path) -> BenchRun | None:
-        """Read the run stored in a folder, or return None if there is none. Raise ResultError for an unusable file."""
+        """Read the run stored in a folder, or return None if there is none; raise ResultError for an unusable file."""
         path = folder / RUN_FILE
         try:
             with os_errors_as(ResultError, f"{path} cannot be read", "choose another --out"):
@@ -74,7 +74,7 @@ class Results:
 
 
 def read_results(folder: Path) -> Results:
-    """Read the results in a folder, even of an incomplete run. Raise ResultError if none can be read."""
+    """Read the results in a folder, even of an incomplete run; raise ResultError if none can be read."""
     run = BenchRun.read(folder)
     if run is None:
         raise ResultError(f"{folder} holds no results: make some with hdtool bench --out {folder}")
@@ -109,7 +109,7 @@ def refuse_files_without_run(folder: Path, methods: Collection[str]) -> None:
 
 @contextmanager
 def locked_results(folder: Path) -> Iterator[None]:
-    """Create and lock a results folder. Raise ResultError if it is already locked, or for an OSError in the block."""
+    """Create and lock a results folder; raise ResultError if it is already locked, or for an OSError in the block."""
     busy = ResultError(f"another bench is writing {folder}: wait for it, or choose another --out")
     advice = "answers in it are kept; make room or choose another --out, and run the command again"
     with os_errors_as(ResultError, f"{folder} cannot be written", advice):

@@ -27,7 +27,7 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def with_system(prompt: Prompt, text: str) -> Prompt:
-    """Return the prompt preceded by a system message. Raise PromptError if the prompt already begins with one."""
+    """Return the prompt preceded by a system message; raise PromptError if the prompt already begins with one."""
     if prompt.messages[0]["role"] == "system":
         prompt_name = f"prompt {prompt.id}" if prompt.id else "the prompt"
         raise PromptError(f"{prompt_name} has a system message of its own: leave out --system, or remove that message")
@@ -41,7 +41,7 @@ def encode_conversation(
     chat: bool | None = None,
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
-    """Encode a prompt as token ids. Raise PromptError if there are none, or if the chat template refuses the prompt.
+    """Encode a prompt as token ids; raise PromptError if there are none, or if the chat template refuses the prompt.
 
     If ``chat`` is None, the tokenizer's chat template is used if there is one. Without a template, there must be a
     single message, whose text is the prompt, and no tools. ``tools`` are passed to the template.

@@ -41,7 +41,7 @@ class RecordedRankings:
 
     @classmethod
     def of_json(cls, value: Any, positions: int) -> RecordedRankings:
-        """Parse rankings. Raise RowError unless they are valid and have one row for each of ``positions`` tokens."""
+        """Parse rankings; raise RowError unless they are valid and have one row for each of ``positions`` tokens."""
         import numpy as np
 
         try:
@@ -124,7 +124,7 @@ class Conversation:
 
 
 def with_answers(questions: Conversation, answers: Conversation) -> Conversation:
-    """Combine questions (or a request) with answers. Unanswered questions are dropped; extra answers raise RowError."""
+    """Combine questions (or a request) with answers; unanswered questions are dropped, extra answers raise RowError."""
     turns: Sequence[Turn] = (*questions.turns, *answers.turns)
     prompted = len(questions.turns)
     if questions.kind == QUESTIONS:
@@ -158,7 +158,7 @@ ITEM_ROLES = {
 
 
 def message_turns(value: Any, name: str) -> list[Turn]:
-    """Parse the messages ``value`` of a field ``name``, skipping reasoning. Raise RowError if they are malformed."""
+    """Parse the messages ``value`` of a field ``name``, skipping reasoning; raise RowError if they are malformed."""
     messages = _as_list(value)
     if not isinstance(messages, list):
         raise RowError(f"`{name}` must be a list (found: {type(value).__name__})")
@@ -166,7 +166,7 @@ def message_turns(value: Any, name: str) -> list[Turn]:
 
 
 def _as_list(value: Any) -> Any:
-    """Decode a list of messages from JSON text or a dict with one list per key. Other values are returned unchanged."""
+    """Decode a list of messages from JSON text or a dict with one list per key; other values are returned unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         return parse_json(value)
     if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
@@ -193,7 +193,7 @@ def _incomplete_message_error() -> RowError:
 
 
 def role_of(name: Any) -> str:
-    """Return the role that a name stands for. Raise RowError for an unknown name."""
+    """Return the role that a name stands for; raise RowError for an unknown name."""
     role = ROLE_BY_NAME.get(str(name).lower())
     if role is None:
         raise RowError(f"unknown role {str(name)[:40]!r}: expected one of {', '.join(ROLES)}")
@@ -296,7 +296,7 @@ def _request_messages(body: dict[str, Any]) -> list[Turn]:
 
 
 def answer_turns(response: Any) -> list[Turn]:
-    """Parse a response into the answer's turns, none if the request failed. Raise RowError if the form is unknown."""
+    """Parse a response into the answer's turns, none if the request failed; raise RowError if the form is unknown."""
     if isinstance(response, str):
         text = _streamed(response) if response.lstrip().startswith(SSE_PREFIX) else response
         return [Turn(ASSISTANT, text)]
@@ -351,7 +351,7 @@ def _streamed(text: str) -> str:
 
 
 def _joined(chunks: Iterable[Any]) -> str:
-    """Concatenate the text of the first choice in streamed chunks. Raise RowError unless every chunk is an object."""
+    """Concatenate the text of the first choice in streamed chunks; raise RowError unless every chunk is an object."""
     texts: list[Any] = []
     for chunk in chunks:
         if not isinstance(chunk, dict):

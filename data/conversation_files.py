@@ -140,7 +140,7 @@ def canonical(located: LocatedConversation) -> dict[str, Any]:
 
 
 def canonical_line(located: LocatedConversation) -> bytes:
-    """Encode a conversation as a line of JSON. Lone surrogates, which file names may hold, become JSON escapes."""
+    """Encode a conversation as a line of JSON; lone surrogates, which file names may hold, become JSON escapes."""
     return (json.dumps(canonical(located), ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 

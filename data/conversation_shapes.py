@@ -67,7 +67,7 @@ def is_collected(row: dict[str, Any]) -> bool:
 
 
 def with_ids(turns: Sequence[Turn], row: dict[str, Any]) -> list[Turn]:
-    """Attach the token ids and rankings recorded in ``row`` to the last answers. Raise RowError if they do not fit."""
+    """Attach the token ids and rankings recorded in ``row`` to the last answers; raise RowError if they do not fit."""
     answers, max_tokens = row["answers"], row.get("max_new_tokens")
     places = [index for index, turn in enumerate(turns) if turn.by_model]
     if not isinstance(answers, list) or not 0 < len(answers) <= len(places):
@@ -113,7 +113,7 @@ class UnknownFormError(RowError):
 
 
 def conversation_of(value: Any) -> Conversation:
-    """Parse a row into a conversation. Raise RowError if the row holds none or an empty one, or is a RowError."""
+    """Parse a row into a conversation; raise RowError if the row holds none or an empty one, or is a RowError."""
     if isinstance(value, RowError):
         raise value
     conversation = _conversation_in(value)
@@ -159,7 +159,7 @@ def _conversation_in(value: Any) -> Conversation:
 
 
 def _batch(row: dict[str, Any]) -> Conversation | None:
-    """Parse a line of a batch file: a request or an answer. Return None for other rows; a failure raises RowError."""
+    """Parse a line of a batch file: a request or an answer; return None for other rows; a failure raises RowError."""
     if "custom_id" not in row:
         return None
     key = f"custom_id {row['custom_id']}"
@@ -215,7 +215,7 @@ def _chat(row: dict[str, Any]) -> Conversation | None:
 
 
 def _exchange(row: dict[str, Any]) -> Conversation | None:
-    """Parse a row with a request, a response or both; None if it has neither. An error alone raises RowError."""
+    """Parse a row with a request, a response or both; None if it has neither; an error alone raises RowError."""
     request_turns = _request(row)
     answer = _answer(row, structured=request_turns is not None)
     if request_turns is None and answer is None:

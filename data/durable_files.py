@@ -134,7 +134,7 @@ def json_digest(value: Any) -> str:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, including their newlines. A last line that was cut short has none.
+    """Yield the lines of a file, including their newlines; a last line that was cut short has none.
 
     A missing file yields nothing. A folder or special file raises OSError.
     """
@@ -160,7 +160,7 @@ def may_be_torn_start(torn: bytes, start: str) -> bool:
 
 
 def cut_torn_line(path: Path, torn: bytes) -> None:
-    """Remove ``torn``, unless it is empty, from the end of a file. Raise OSError if the file does not end with it."""
+    """Remove ``torn``, unless it is empty, from the end of a file; raise OSError if the file does not end with it."""
     if not torn:
         return
     with path.open("r+b") as stream:

@@ -62,7 +62,7 @@ class GGUFHeader:
 
     @classmethod
     def read(cls, path: Path) -> GGUFHeader:
-        """Read a file's header. Raise ModelError if it is damaged or the file is no GGUF file of a known version."""
+        """Read a file's header; raise ModelError if it is damaged or the file is no GGUF file of a known version."""
         return _read(path, FileState.of(path))
 
     @property

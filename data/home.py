@@ -56,5 +56,5 @@ def setups_at_home(model: str) -> Path:
 
 
 def folder_name(name: str) -> str:
-    """Turn a name into a readable folder name without special characters. Different names may give the same result."""
+    """Turn a name into a readable folder name without special characters; different names may give the same result."""
     return re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip(".-")[:MAX_MODEL_NAME]

@@ -72,7 +72,7 @@ FORMAT_BY_MAGIC = {PARQUET_MAGIC: "parquet", SQLITE_MAGIC: "database", ARROW_MAG
 
 
 def read_rows(raw: CountedFile, *, text_lines: bool = False) -> Iterator[FileRow]:
-    """Yield the rows of a file. Raise RecordError if it has none or is of an unknown binary format.
+    """Yield the rows of a file; raise RecordError if it has none or is of an unknown binary format.
 
     If ``text_lines`` is True, each line of a text file is a row.
     """
@@ -200,7 +200,7 @@ def _is_input(path: Path) -> bool:
 
 
 def read_text(path: Path, advice: str) -> str:
-    """Return the text of a file. Raise PromptError if it cannot be read or, with ``advice``, if it is not UTF-8."""
+    """Return the text of a file; raise PromptError if it cannot be read or, with ``advice``, if it is not UTF-8."""
     with input_errors_as(path, PromptError):
         data = path.read_bytes()
     try:

@@ -45,7 +45,7 @@ TEMPLATE_TURNS = (
 
 
 def messages_in(prompt: str) -> list[dict[str, str]] | None:
-    """Parse a rendered prompt into messages. Return None unless a known template matches the whole prompt."""
+    """Parse a rendered prompt into messages; return None unless a known template matches the whole prompt."""
     for turn in TEMPLATE_TURNS:
         matches = list(turn.finditer(prompt))
         if not matches or "".join(match[0] for match in matches) != prompt:
@@ -143,7 +143,7 @@ class VllmLog:
         )
 
     def read(self, line: str, number: int) -> Iterator[Any]:
-        """Parse a line, and yield the exchange that it completes, if any. Raise RowError if the line is damaged."""
+        """Parse a line, and yield the exchange that it completes, if any; raise RowError if the line is damaged."""
         if body := VLLM_BODY.search(line):
             self._requests[body["id"]] = number, parse_json(body["body"])
         elif prompt := VLLM_PROMPT.search(line):
@@ -286,7 +286,7 @@ where {table}.response_id = ? order by {table}."order"
 
 
 def database_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[FileRow]:
-    """Yield a row in chat format for each conversation in ``llm``'s database. Other databases raise RecordError."""
+    """Yield a row in chat format for each conversation in ``llm``'s database; other databases raise RecordError."""
     with as_file_on_disk(raw.path, stream) as (file, _):
         try:
             with closing(_opened(file)) as database:

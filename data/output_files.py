@@ -50,11 +50,11 @@ class OutputFile:
             raise self.error(f"{self.path} cannot be written ({fault}): {self.advice}")
 
     def exists(self) -> bool:
-        """Return True if the file exists and is not empty. Raise ``error`` if hdtool did not write it."""
+        """Return True if the file exists and is not empty; raise ``error`` if hdtool did not write it."""
         return bool(_size(self._destination()))
 
     def write(self, content: bytes | str) -> None:
-        """Create the file or replace its content. Raise ``error`` if it must not be replaced or cannot be written."""
+        """Create the file or replace its content; raise ``error`` if it must not be replaced or cannot be written."""
         with self.replaced() as stream:
             stream.write(content.encode() if isinstance(content, str) else content)
 
@@ -84,7 +84,7 @@ class OutputFile:
             sync_to_disk(destination.parent)
 
     def remove(self) -> None:
-        """Delete the file and its leftover temporary files. Raise ``error`` if hdtool did not write the file."""
+        """Delete the file and its leftover temporary files; raise ``error`` if hdtool did not write the file."""
         with self._errors_worded():
             destination = self._destination()
             if destination.parent.is_dir():
@@ -95,7 +95,7 @@ class OutputFile:
         return os_errors_as(self.error, f"{self.path} cannot be written", self.advice)
 
     def _destination(self) -> Path:
-        """Return the file to replace, with links resolved. Raise ``error`` if its content is not hdtool's."""
+        """Return the file to replace, with links resolved; raise ``error`` if its content is not hdtool's."""
         destination = Path(os.path.realpath(self.path))
         with self._errors_worded():
             ours = not _size(destination) or self.is_ours(destination)
@@ -110,7 +110,7 @@ def temporary_names(names: str) -> re.Pattern[str]:
 
 
 def _size(path: Path) -> int | None:
-    """Return the size of a regular file, or None if nothing is there. Raise OSError if something else is there."""
+    """Return the size of a regular file, or None if nothing is there; raise OSError if something else is there."""
     try:
         status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -122,7 +122,7 @@ def _size(path: Path) -> int | None:
 
 
 def _temporary(destination: Path, mode: int) -> tuple[Path, int]:
-    """Create, open and lock a temporary file beside ``destination``. Return its path and its descriptor.
+    """Create, open and lock a temporary file beside ``destination``; return its path and its descriptor.
 
     The umask reduces the permissions in ``mode``.
     """
@@ -176,7 +176,7 @@ def lock(descriptor: int, *, wait: bool) -> bool:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Flush a file, or a folder's entries, to disk. Errors for folders are ignored: not every system can flush them."""
+    """Flush a file, or a folder's entries, to disk; ignore errors for folders, which not every system can flush."""
     is_folder = path.is_dir()
     try:
         descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)

@@ -26,7 +26,7 @@ class ProgressBar:
         self._bar.update(1)
 
     def show(self, text: str) -> None:
-        """Set the text after the bar. It appears at the bar's next update."""
+        """Set the text after the bar; it appears at the bar's next update."""
         self._bar.set_postfix_str(text, refresh=False)
 
 

@@ -29,7 +29,7 @@ TOOL_EXAMPLE = '{"type": "function", "function": {"name": ..., "parameters": {..
 
 
 def read_tools(path: Path) -> tuple[dict[str, Any], ...]:
-    """Read the tools in a JSON file: a list, or an object with a list ``tools``. Raise PromptError if it has none."""
+    """Read the tools in a JSON file: a list, or an object with a list ``tools``; raise PromptError if it has none."""
     with input_errors_as(path, PromptError):
         data = path.read_bytes()
     try:
@@ -43,7 +43,7 @@ def read_tools(path: Path) -> tuple[dict[str, Any], ...]:
 
 
 def tools_of(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """Return the tools in a JSON value, none for null. Raise PromptError if the value is no list of tools."""
+    """Return the tools in a JSON value, none for null; raise PromptError if the value is no list of tools."""
     if value is None:
         return ()
     if not isinstance(value, list) or not all(map(_is_tool, value)):
@@ -61,7 +61,7 @@ CONTENT_TYPE, TEXT_PART_TYPE = "content", "text"
 
 
 def read_prediction(path: Path) -> str:
-    """Read a predicted output from a text file. Raise PromptError if the file is empty or cannot be read."""
+    """Read a predicted output from a text file; raise PromptError if the file is empty or cannot be read."""
     text = read_text(path, "a prediction is UTF-8 text")
     if not text.strip():
         raise PromptError(f"{path} is empty: put the text in it that the answer will probably have, or leave it out")
@@ -69,7 +69,7 @@ def read_prediction(path: Path) -> str:
 
 
 def prediction_of(value: Any, where: str) -> str:
-    """Return the text of a prediction: a string, OpenAI's format or null (""). Raise PromptError for anything else."""
+    """Return the text of a prediction: a string, OpenAI's format or null (""); raise PromptError for anything else."""
     if value is None:
         return ""
     if isinstance(value, dict) and value.get("type") == CONTENT_TYPE:
@@ -147,7 +147,7 @@ class Grammar:
 
 
 def read_grammar(kind: GrammarKind, path: Path) -> Grammar:
-    """Read a grammar from a file. Raise PromptError if the file cannot be read or holds none."""
+    """Read a grammar from a file; raise PromptError if the file cannot be read or holds none."""
     text = read_text(path, "give it as UTF-8 text")
     try:
         return Grammar.json_schema(text) if kind is GrammarKind.JSON_SCHEMA else Grammar(kind, text)

@@ -105,7 +105,7 @@ class CountedFile(io.RawIOBase):
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON. Raise RowError if the text is not valid JSON, is nested too deeply, or has too long a number."""
+    """Parse JSON; raise RowError if the text is not valid JSON, is nested too deeply, or has too long a number."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -117,7 +117,7 @@ def parse_json(text: str) -> Any:
 
 
 def decode_utf8(data: bytes) -> str:
-    """Decode UTF-8 text, dropping a byte order mark. Raise RowError if the data are binary or not valid UTF-8."""
+    """Decode UTF-8 text, dropping a byte order mark; raise RowError if the data are binary or not valid UTF-8."""
     if b"\0" in data:
         raise RowError("binary data")
     try:
@@ -138,7 +138,7 @@ def line_rows(raw: CountedFile, lines: Iterable[bytes]) -> Iterator[FileRow]:
 
 
 def line_value(line: bytes) -> Any:
-    """Parse the JSON value in a line, skipping a logger's prefix. On failure, return a RowError without raising it."""
+    """Parse the JSON value in a line, skipping a logger's prefix; on failure, return a RowError without raising it."""
     try:
         text = decode_utf8(line)
         try:

@@ -80,7 +80,7 @@ class RecordReader(ConversationReader):
         yield Portion(held, self.tally, self.bytes_read, is_last=True)
 
     def take(self, portion: Portion) -> None:
-        """Count the records of a portion that another process read. Portions must arrive in the order of the inputs."""
+        """Count the records of a portion that another process read; portions must arrive in the order of the inputs."""
         self.tally.add(portion.tally)
         self._has_records |= portion.had_text
         self.bytes_read = self._finished_bytes + portion.consumed

@@ -105,7 +105,11 @@ class ContenderFactory:
     def contenders(
         self, names: Sequence[str], assistant: str | None = None, llama_cpp: Mapping[str, Path] | None = None
     ) -> dict[str, Contender]:
-        """Return contenders by name, in the given order; ``llama_cpp`` maps llama.cpp contenders to GGUF files."""
+        """Return contenders by name, in the given order.
+
+        ``assistant`` names the draft model of ``generate-assisted``. ``llama_cpp`` maps llama.cpp contenders to GGUF
+        files.
+        """
         contenders: dict[str, Contender] = {}
         for name in names:
             if name in GENERATE_PEERS:

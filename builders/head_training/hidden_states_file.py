@@ -27,7 +27,7 @@ class HiddenStatesFile:
     """Safetensors file that caches a target's hidden states, written with one batch in memory at a time."""
 
     def __init__(self, path: Path, target: FrozenTarget, examples: Sequence[Example], key: str) -> None:
-        """``key`` identifies the model and texts. Raise a HeadsError unless the output layer alone computes logits."""
+        """``key`` identifies the model and texts; raise a HeadsError unless the output layer alone computes logits."""
         if not target.has_plain_output:
             raise HeadsError(
                 "--hidden-states does not work with this model: it changes its logits after the output layer; leave "

@@ -15,7 +15,7 @@ MAX_FIELD_NAME = 64
 
 
 def field_of(row: Any, name: str, kind: type[T]) -> T:
-    """Return a field's value. Raise ValueError if it is missing or of another type, or if a text is not Unicode."""
+    """Return a field's value; raise ValueError if it is missing or of another type, or if a text is not Unicode."""
     if not isinstance(row, Mapping):
         raise ValueError(f"the place of {name} holds no object")
     if name not in row:
@@ -29,7 +29,7 @@ def field_of(row: Any, name: str, kind: type[T]) -> T:
 
 
 def number_of(row: Any, name: str, minimum: int = 0, maximum: int = MAX_NUMBER) -> int:
-    """Return the integer in a field. Raise ValueError unless there is one from ``minimum`` to ``maximum``."""
+    """Return the integer in a field; raise ValueError unless there is one from ``minimum`` to ``maximum``."""
     number = field_of(row, name, int)
     if not minimum <= number <= maximum:
         raise ValueError(f"{name} is out of range")

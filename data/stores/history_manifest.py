@@ -76,7 +76,7 @@ class HistoryManifest:
 
     @classmethod
     def from_json(cls, row: Any) -> HistoryManifest:
-        """Parse a manifest. Raise ValueError, with the reason, if the manifest is damaged."""
+        """Parse a manifest; raise ValueError, with the reason, if the manifest is damaged."""
         tokenizer, options, files = (field_of(row, name, dict) for name in ("tokenizer", "options", "files"))
         size = number_of(options, "size", 2, MAX_HISTORY_BYTES)
         if size & (size - 1):
@@ -94,13 +94,13 @@ class HistoryManifest:
 
 
 def manifest_stamp(path: Path | str) -> tuple[int, int]:
-    """Return a value that changes when the manifest at ``path`` is replaced. Raise OSError if there is no manifest."""
+    """Return a value that changes when the manifest at ``path`` is replaced; raise OSError if there is no manifest."""
     status = os.stat(path)
     return status.st_ino, status.st_mtime_ns
 
 
 def read_history_manifest(folder: Path) -> HistoryManifest:
-    """Read the manifest of a history store. Raise StoreError if the folder holds no readable history store."""
+    """Read the manifest of a history store; raise StoreError if the folder holds no readable history store."""
     path = folder / MANIFEST
     try:
         row = json.loads(manifest_bytes(folder, "history store", "name the folder of one"))

@@ -49,7 +49,7 @@ class TokenizerFingerprint:
 
     @classmethod
     def from_json(cls, row: Any) -> TokenizerFingerprint:
-        """Parse a manifest's field ``tokenizer``. Raise ValueError, with the reason, if the field is damaged."""
+        """Parse a manifest's field ``tokenizer``; raise ValueError, with the reason, if the field is damaged."""
         vocab_size = number_of(row, "vocab_size", 1, MAX_VOCABULARY)
         folder = field_of(row, "folder", str) if "folder" in row else ""
         return cls(field_of(row, "fingerprint", str), vocab_size, folder)
@@ -158,7 +158,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, row: Any) -> Manifest:
-        """Parse a manifest. Raise ValueError, with the reason, if the manifest is damaged."""
+        """Parse a manifest; raise ValueError, with the reason, if the manifest is damaged."""
         kind = field_of(row, "kind", str)
         if kind not in BUILT_KINDS:
             raise ValueError(f"kind is none of {', '.join(BUILT_KINDS)}")
@@ -197,7 +197,7 @@ def _model_of(row: Any) -> Checkpoint:
 
 
 def _options_of(row: Any) -> dict[str, Any]:
-    """Validate the options of a build, of which unknown ones are kept. Raise ValueError for an invalid value."""
+    """Validate the options of a build, of which unknown ones are kept; raise ValueError for an invalid value."""
     options = field_of(row, "options", dict)
     for name in options:
         check_name(name)
@@ -221,7 +221,7 @@ def _counts_of(row: Any) -> dict[str, int]:
 
 
 def _files_of(row: Any, parts: Iterable[str], optional: Iterable[str]) -> dict[str, StoredFile]:
-    """Validate a manifest's files. Raise ValueError for unknown or missing parts and for invalid file names."""
+    """Validate a manifest's files; raise ValueError for unknown or missing parts and for invalid file names."""
     files = field_of(row, "files", dict)
     parts = [*parts, *(part for part in optional if part in files)]
     if unknown := files.keys() - set(parts):

@@ -56,12 +56,12 @@ def is_part_name(part: str, name: str) -> bool:
 
 
 def create_empty(path: Path) -> None:
-    """Create an empty file. Raise FileExistsError if anything exists at the path, even a link."""
+    """Create an empty file; raise FileExistsError if anything exists at the path, even a link."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
 
 
 def manifest_bytes(folder: Path, needed: str = "store", advice: str = "build one, or name the folder of one") -> bytes:
-    """Return the content of the manifest in a folder. Raise StoreError if the folder has no readable manifest."""
+    """Return the content of the manifest in a folder; raise StoreError if the folder has no readable manifest."""
     path = folder / MANIFEST
     with os_errors_as(StoreError, f"{path} cannot be read", "correct the permissions"):
         if path.exists() and not path.is_file():  # reading a named pipe would block
@@ -73,7 +73,7 @@ def manifest_bytes(folder: Path, needed: str = "store", advice: str = "build one
 
 
 def write_manifest(folder: Path, build: str, row: dict[str, Any]) -> None:
-    """Replace the manifest in a folder atomically. The caller must hold the folder's lock."""
+    """Replace the manifest in a folder atomically; the caller must hold the folder's lock."""
     new = folder / f"{MANIFEST}-{build}"
     new.unlink(missing_ok=True)  # a killed process may have left this file
     try:

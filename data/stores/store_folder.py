@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 def read_manifest(folder: Path, *, check: bool = True) -> Manifest:
-    """Read the manifest of a store. With ``check``, raise StoreError if a file is missing or has the wrong size."""
+    """Read a built store's manifest; raise StoreError if it is unreadable or, with ``check``, if a file is damaged."""
     return read_store(folder, lambda manifest: manifest, check=check)
 
 
@@ -64,7 +64,7 @@ def read_store(folder: Path, read: Callable[[Manifest], T], *, check: bool = Tru
 
 
 def parse_manifest(folder: Path, text: bytes, *, check: bool) -> Manifest:
-    """Parse the manifest of a built store. Raise StoreError if it is damaged, of another format or of a history.
+    """Parse the manifest of a built store; raise StoreError if it is damaged, of another format or of a history.
 
     With ``check``, also raise one if a file is missing or doesn't have its recorded size.
     """
@@ -161,7 +161,7 @@ class StoreBuild:
         return self._parts[part]
 
     def scratch(self, part: str) -> Path:
-        """Create an empty file with the name of a part. The end of the build deletes it, unless a manifest lists it."""
+        """Create an empty file with the name of a part; the end of the build deletes it unless a manifest lists it."""
         path = self.folder / part_name(part, self._digits)
         create_empty(path)
         return path
@@ -240,7 +240,7 @@ def building(folder: Path, check: FolderCheck | None = None) -> Iterator[StoreBu
 
 
 def delete_old_builds(folder: Path) -> None:
-    """Delete the files that killed builds left in a store's folder. Raise StoreError if the folder holds no store."""
+    """Delete the files that killed builds left in a store's folder; raise StoreError if the folder holds no store."""
     read_manifest(folder, check=False)
     with building(folder):
         pass  # it sweeps the folder under its lock

@@ -116,7 +116,7 @@ def stored_items() -> list[StoredItem]:
 
 
 def find_item(name: str, items: Iterable[StoredItem]) -> StoredItem:
-    """Return the item with this name or folder. Raise StoreError unless exactly one matches."""
+    """Return the item with this name or folder; raise StoreError unless exactly one matches."""
     known = list(items)
     if found := _named(name, known):
         return found

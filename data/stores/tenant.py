@@ -53,7 +53,7 @@ def first_namespace_with_stores(names: Iterable[str]) -> str | None:
 
 
 def has_stores(namespace: str) -> bool:
-    """Return True if a store was built for this namespace. Raise OptionError if the name cannot be a namespace.
+    """Return True if a store was built for this namespace; raise OptionError if the name cannot be a namespace.
 
     History stores do not count. Otherwise, a server that has kept a history for a tenant would draft from other stores
     after a restart.
@@ -78,7 +78,7 @@ def history_of_tenant(folder: Path, tenant: str) -> Path:
 
 
 def _folder_of(name: str) -> str:
-    """Return the folder name of a namespace. Raise OptionError if the name is empty or too long.
+    """Return the folder name of a namespace; raise OptionError if the name is empty or too long.
 
     Different namespaces have different folder names.
     """

@@ -247,7 +247,7 @@ class Generator:
         return _output(input_ids, rows, _padding_token(generation_config))
 
     def _steps(self, model: PreTrainedModel, rows: Sequence[_Row]) -> Iterator[tuple[_Row, Step]]:
-        """Generate all answers, and yield each step with its row. Raise OptionError for an unusable prediction."""
+        """Generate all answers, and yield each step with its row; raise OptionError for an unusable prediction."""
         target = self._target_for(model)
         if len(rows) not in self._drafters:
             self._drafters[len(rows)] = self._make(target, len(rows))

@@ -97,7 +97,7 @@ class HdtoolModel(llm.Model):  # type: ignore[misc]  # llm is not installed for 
         """Settings with which ``_answerer`` was loaded."""
 
     def execute(self, prompt: Any, stream: bool, response: Any, conversation: object) -> Iterator[str]:
-        """Yield the answer in pieces, then report its tokens, steps and drafts. Errors become ``llm.ModelError``."""
+        """Yield the answer in pieces, then report its tokens, steps and drafts; errors become ``llm.ModelError``."""
         try:
             for answer in self._ready(prompt.options).all_answers([_conversation(prompt)]):
                 yield from answer
@@ -252,7 +252,7 @@ def _errors_for_click() -> Iterator[None]:
 
 
 def _added() -> dict[str, str]:
-    """Return the places of the models that the user added, by name. Raise ModelError if their file is damaged."""
+    """Return the places of the models that the user added, by name; raise ModelError if their file is damaged."""
     file = _models_file()
     return json_object(file.path) if file.exists() else {}
 

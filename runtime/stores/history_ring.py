@@ -250,7 +250,7 @@ def deletion_advice(folder: Path) -> str:
 
 
 def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, max_bytes: int = MAX_STORE_BYTES) -> None:
-    """Create an empty store unless one exists; raise StoreError for a folder with other files."""
+    """Create an empty store unless there is one; raise StoreError if the folder holds other files or isn't writable."""
     with store_errors(folder):
         if not is_new_history(folder):
             return

@@ -1,6 +1,6 @@
 """Describes a store or a history: its contents, the continuations it has for a context, and its lookup latency.
 
-Uses the same compiled lookups as the drafter.
+The lookups are the compiled ones that drafters use.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def latency_of(store: CorpusIndex | ModelStore | HistoryStore) -> dict[str, floa
 
 @compiled
 def extend_match(corpus: Ints, record: Ints, tail: Ints) -> None:
-    """Extend a root's matches by the last token of ``tail``, and read the tokens after the new matches."""
+    """Extend the matches of a tree's root by the last token of ``tail``, and read the tokens after the new matches."""
     ranges = record[0]
     for order in range(MAX_RANGE_ORDER, 0, -1):
         narrow(corpus, ranges, tail, 0, 0, order)

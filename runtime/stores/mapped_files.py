@@ -15,7 +15,7 @@ from hdtool.data.stores.kinds import BUILT_KINDS
 from hdtool.data.stores.manifest import Manifest
 
 Mode = Literal["r", "c"]
-"""Read-only, or copy-on-write: writes stay in this process's memory."""
+"""``r`` is read-only, and ``c`` copy-on-write: writes stay in this process's memory."""
 
 
 def mapped_part(

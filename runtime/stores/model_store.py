@@ -50,9 +50,9 @@ class StoreEntry(NamedTuple):
     length: int
     """Length of the prefix in tokens."""
     total: int
-    """Number of occurrences of the prefix with a next token, including tokens that the build left out."""
+    """Number of occurrences of the prefix with a next token, including those whose next token the build left out."""
     distinct: int
-    """Number of distinct next tokens, including those left out."""
+    """Number of distinct next tokens, including those that the build left out."""
     tokens: Ints
     """Next tokens, most frequent first."""
     counts: Ints

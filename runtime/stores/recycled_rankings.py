@@ -45,7 +45,7 @@ RECYCLED_TABLE = np.dtype(
 
 
 class RecycledRankings(Uncopyable):
-    """Table of recycled rankings, allocated when it gets the first ones."""
+    """Table of recycled rankings, allocated at the first ``keep`` or ``begin_with``."""
 
     def __init__(self) -> None:
         self.record = np.zeros(1, RECYCLED_TABLE)
@@ -58,10 +58,11 @@ class RecycledRankings(Uncopyable):
         self.record[:] = np.zeros(1, RECYCLED_TABLE)
 
     def keep(self, tails: Array, tokens: Array, scores: Array, vocabulary: int) -> None:
-        """Store a ranking per node. Each row of ``tails`` holds a node's last tokens; the most probable node is first.
+        """Store a ranking for each node.
 
-        ``tokens`` are the top tokens, best first, with their logits in ``scores``; nodes whose best logit is not finite
-        are skipped. ``vocabulary`` is the size of the model's vocabulary.
+        Each row of ``tails`` holds a node's last tokens; the most probable node is first. ``tokens`` are the top
+        tokens, best first, with their logits in ``scores``; nodes whose best logit is not finite are skipped.
+        ``vocabulary`` is the size of the model's vocabulary.
         """
         if self._lines is None:
             self._allocate(vocabulary, MAX_KEY_TOKENS)

@@ -35,8 +35,9 @@ from hdtool.runtime.stores.suffix_search import (
 
 MAX_RANGE_ORDER = 6
 MAX_SAMPLES = 64
+"""Maximum number of followers to sample from a range."""
 MIN_SAMPLES = 16
-"""Maximum and minimum number of followers to sample from a range; if a range has fewer, all are read."""
+"""Minimum number of followers to sample from a range; if the range has fewer, all are read."""
 RANGE_ROWS = LARGEST_TREE + 1
 RANGE_LOW, RANGE_HIGH = range(2)
 

@@ -33,9 +33,9 @@ def fits(store: WeightStore, model: Any) -> bool:
 
 
 def fill(model: Any, store: WeightStore, folder: Path, bar: ProgressBar, check: WeightCheck | None) -> None:
-    """Read a store's weights into an empty model; ``check``, if given, checks them. ``folder`` has the configuration.
+    """Read a store's weights into an empty model, whose configuration is in ``folder``.
 
-    Raise a ``ModelError`` if a weight is damaged or a file changes meanwhile.
+    Raise a ``ModelError`` if ``check`` is given and finds a weight damaged, or if a file changes meanwhile.
     """
     states, done = list(map(FileState.of, store.files)), 0
     missing = model.state_dict().keys() - store.keys()

@@ -42,9 +42,10 @@ BLOCKS, REST = "blocks.safetensors", "rest.safetensors"
 
 
 def quantized_folder(name: str, scheme: str, files: Sequence[Path], fingerprint: str, load: Callable[[], Any]) -> Path:
-    """Return the folder that holds a checkpoint's weights in quantized blocks; quantize the checkpoint first if needed.
+    """Return the folder of a checkpoint's weights in quantized blocks, quantizing the checkpoint first if needed.
 
-    ``files`` are all files that the weights depend on, ``fingerprint`` is the checkpoint's; ``load`` loads the model.
+    ``files`` are all files that the weights depend on, and ``fingerprint`` identifies the checkpoint. ``load`` loads
+    the model.
     """
 
     def make(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hdtool.runtime.integrations.server.openai_formats import RequestError
 
 UNSUPPORTED_CONTENT = "unsupported_content"
 UNREADABLE_NOTE = "[{}: left out, because this model reads text only]"
-"""Text that replaces an image or a file in a tool result; those from users are refused."""
+"""Text that replaces an image or a file in a tool result; images and files from users are refused."""
 
 
 class StrictJson(BaseModel):
