@@ -69,7 +69,7 @@ class GenerationFile:
         }
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise a ``PromptError`` unless line N answers prompt N with these settings. The file is not changed."""
+        """Raise a ``PromptError`` unless line N answers prompt N with these settings; the file is not changed."""
         with self._errors_worded():
             self._read(prompts)
 

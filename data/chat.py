@@ -57,7 +57,7 @@ def read_conversation(
     tools: Sequence[dict[str, Any]] = (),
     variables: Variables = NO_VARIABLES,
 ) -> tuple[str, list[int]]:
-    """Return a prompt's rendered text and its token ids. Errors are those of ``encode_conversation``."""
+    """Return a prompt's rendered text and its token ids; errors are those of ``encode_conversation``."""
     if chat is None:
         chat = has_chat_template(tokenizer)
     if tools and not chat:

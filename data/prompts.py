@@ -327,7 +327,7 @@ POOLED_TASK = "mt_bench"
 
 
 def tasks_of(categories: Sequence[str]) -> list[str]:
-    """Return the task of each question, given the categories of all questions."""
+    """Return each question's task: its category, or ``POOLED_TASK`` for MT-Bench's categories if there are several."""
     # Questions with only one of MT-Bench's categories, such as `math`, are not MT-Bench.
     pooled = len(set(categories) & set(MT_BENCH)) > 1
     return [POOLED_TASK if pooled and category in MT_BENCH else category for category in categories]

@@ -95,7 +95,7 @@ class RecordReader(ConversationReader):
             raise RecordError(f"no {what} found in {_file_names(self.inputs)}: name files that hold some")
 
     def _texts_of(self, conversation: Conversation) -> tuple[str, ...]:
-        """Return the texts of a conversation that become documents.
+        """Return the texts of the new turns that aren't blank; with ``answers_only``, only those that the model wrote.
 
         Answers that a request repeats do not count as written by the model.
         """

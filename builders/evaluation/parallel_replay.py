@@ -147,7 +147,7 @@ def _worker(store_set: StoreSet) -> Iterator[Connection]:
 
 @contextmanager
 def _sigint_ignored() -> Iterator[None]:
-    """Make processes started in the ``with`` block ignore Ctrl-C; the parent handles it and terminates them."""
+    """Make processes started in the ``with`` block ignore Ctrl-C; outside the main thread, do nothing."""
     if current_thread() is not main_thread():  # other threads cannot set signal handlers
         yield
         return

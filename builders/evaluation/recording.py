@@ -96,7 +96,7 @@ class TurnReader:
         return RecordedTurn(trace.id, trace.category, number, prompt, answer, max_tokens, recorded.rankings)
 
     def _answer(self, prompt_text: str, prompt: list[int], messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of the last message up to its first stop token; if it has none, append the EOS token.
+        """Return the last message's token ids up to and including its first stop token, or with the EOS token appended.
 
         Raise a PromptError if the EOS token is needed and the tokenizer has none.
         """

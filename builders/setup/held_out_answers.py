@@ -35,7 +35,7 @@ MIN_PROMPTS, MAX_PROMPTS, MAX_GENERATE_PROMPTS = 3, 24, 4
 
 
 def number_of_prompts(max_new_tokens: int, plain_tokens_per_second: float) -> int:
-    """Return how many prompts plain decoding answers in ``PLAIN_SECONDS``.
+    """Return how many prompts plain decoding answers with ``max_new_tokens`` tokens each in ``PLAIN_SECONDS``.
 
     The result is clamped to ``[MIN_PROMPTS, MAX_PROMPTS]``.
     """

@@ -14,9 +14,9 @@ class StoreKind(NamedTuple):
     format: int
     """Version of the format."""
     parts: Mapping[str, str]
-    """Parts, with the suffixes of their files."""
+    """Required parts, each with the suffix of its file."""
     optional: Mapping[str, str] = {}
-    """Parts that a store may lack."""
+    """Further parts, which a store may lack."""
     command: str = ""
     """Command that builds a store; empty for a history, which is appended to and never built."""
     options: tuple[str, ...] = ()

@@ -36,7 +36,7 @@ class Rollouts:
     """Keeps the earlier answers to each prompt; the answers to the least recently used prompts are dropped first."""
 
     def __init__(self, max_tokens: int) -> None:
-        """Keep at most ``max_tokens`` answer tokens; raise OptionError if negative. Prompts are kept only as hashes."""
+        """Keep at most ``max_tokens`` answer tokens, and prompts as hashes only; raise OptionError if negative."""
         if max_tokens < 0:
             raise OptionError(f"rollouts is {max_tokens}, but it is a number of tokens to keep: give 0 or more")
         self._max_tokens = max_tokens

@@ -303,7 +303,7 @@ def _stamp(folder: Path) -> tuple[int, int]:
 
 
 def rebuild(folder: Path, old: OpenFiles, kept: Sequence[StoredConversation], size: int | None = None) -> None:
-    """Replace the files with new ones of ``size`` positions (default: as many) that contain the ``kept`` conversations.
+    """Replace the ``old`` files with new ones of ``size`` positions (default: as many) for the ``kept`` conversations.
 
     The conversations are given oldest first, and numbered anew. The caller must hold the write lock of ``old.records``.
     Raise StoreError if another command has removed or replaced the ``old`` files.

@@ -179,7 +179,7 @@ def model_store_for(
 def corpus_index_for(tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path | None:
     """Return the folder of a tokenizer's corpus index, or None if there is none.
 
-    A tenant's index in hdtool's home comes first, then the common one there, then the embedded one.
+    The index of ``namespace`` in hdtool's home comes first, then the common one there, then the embedded one.
     """
     for owner in {namespace: None, None: None}:
         if ((at_home := corpus_index_at_home(tokenizer, owner)) / MANIFEST).exists():

@@ -79,7 +79,7 @@ def _magnitude(weight: torch.Tensor) -> float | None:
 
 
 def _magnitude_of_blocks(matrix: PackedMatrix) -> float:
-    """Return a bound on the magnitudes of blocks, from their scales; NaN if any scale is NaN."""
+    """Return an upper bound on the magnitudes in quantized blocks, from their scales; NaN if any scale is NaN."""
     blocks = matrix.blocks.view(-1, matrix.format.bytes)
     if matrix.format.name == MXFP4.name:
         exponent = int(blocks[:, 0].max())

@@ -243,7 +243,7 @@ PICTURE_NAME = re.compile(r"(speed-up|generation-time|temperatures|sources-[a-z+
 
 
 def write_page(folder: Path, page: Page) -> Path:
-    """Write a report; return the path of its HTML page."""
+    """Write a report and return the path of its HTML page; raise a ``ResultError`` if a file can't be written."""
     check_report_folder(folder)
     contents: dict[str, bytes | str] = {}
     pictures = {

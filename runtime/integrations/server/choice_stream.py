@@ -56,7 +56,7 @@ class ChoiceStream:
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """Yield ``(index, delta)``: a choice's index and what a step adds to the choice.
 
-        Ending the iteration early cancels the jobs. Raise RequestError if an answer fails.
+        Ending the iteration early cancels the request's jobs. Raise RequestError if an answer fails.
         """
         try:
             while self._open:

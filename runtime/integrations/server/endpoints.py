@@ -116,7 +116,7 @@ class ApiKeys:
     def tenant(self, authorization: str | None) -> str | None:
         """Return the tenant whose key is in an ``Authorization`` header; None if the key is missing or wrong.
 
-        If there are no keys, this is the shared tenant.
+        If the server has no keys, this is the shared tenant.
         """
         if not self.tenant_of_key:
             return SHARED_TENANT

@@ -51,7 +51,10 @@ def text_of_part(part: MessagePart, where: str) -> str:
 def text_of_content(
     content: str | Sequence[MessagePart] | None, where: str, *, joint: str = "", notes: bool = False
 ) -> str:
-    """Return the text of a content, its parts joined by ``joint``; with ``notes``, a note replaces an image or file."""
+    """Return the text of a message's content, its parts joined by ``joint``.
+
+    With ``notes``, a note replaces an image or a file. Other parts without text raise RequestError.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     return joint.join(

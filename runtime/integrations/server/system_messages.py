@@ -60,7 +60,7 @@ def with_early_instructions(messages: Sequence[dict[str, Any]]) -> list[dict[str
 
 
 def join_changed(messages: Iterable[tuple[dict[str, Any], bool]]) -> list[dict[str, Any]]:
-    """Join messages that have been changed with those of the same role next to them.
+    """Join each changed message with the messages of the same role next to it.
 
     Each item of ``messages`` is ``(message, is_changed)``.
     """

@@ -51,7 +51,7 @@ class AnswerCollector:
         self.lock = Lock()
         self._history, self._requests = history, requests
         self._followed_lanes: list[Ints] = []
-        """Lanes of answers that another answer has followed since the last check."""
+        """Lanes of answers that were followed by another answer since the last check."""
         self._last_drafted = np.zeros(len(requests.lanes) + 1)
         """Time of the last step that drafted for each request; the last item is for rows without a table."""
         self._last, self._slow_step_seconds = -np.inf, FIRST_STEP_SECONDS
@@ -92,7 +92,7 @@ class AnswerCollector:
                 self._start_timer()
 
     def _append(self, cutoff: float) -> None:
-        """Append to the history the answers that another followed, or whose last step was no later than ``cutoff``."""
+        """Append the answers that were followed by another, and those whose last step was no later than ``cutoff``."""
         followed, self._followed_lanes = self._followed_lanes, []
         for lane in followed:
             self._history.finish(lane)

@@ -48,7 +48,7 @@ class RequestStates(NamedTuple):
     lanes_at: Ints
     """Address of each record in ``lanes``."""
     ended: Ints
-    """Copies of the lanes of answers that another answer followed, at most one per request; empty if not requested."""
+    """Copies of the lanes of answers followed by another answer, at most one per request; empty if not requested."""
     answers: Ints
     """Two items: the number of the next answer (0 without a history), and the number of lanes in ``ended``."""
 
