@@ -74,7 +74,7 @@ def accept(
 
 
 def _accept_walk(walk: Walk, tree: DraftTree, sampler: Sampler, stops: Container[int]) -> Accepted | None:
-    """Accept a walk's tokens up to the first that ends the answer, and note overflows; return None if there are none."""
+    """Accept a walk's tokens up to the first that ends the answer, and note overflows; None if there are none."""
     tokens, children, finite = walk
     if not finite and not len(tree):
         sampler.note_overflow()

@@ -26,7 +26,7 @@ ENGINES: dict[str, Callable[[], Target]] = {
     "compiled": lambda: compiled("llama").target,
     "replaying": lambda: tiny("bloom").target,
 }
-FEW, MANY = range(1), range(1, 20)
+FEW, MORE, MANY = range(1), range(1, 7), range(7, 20)
 
 
 def heads(target: Target) -> Drafter:
@@ -34,7 +34,11 @@ def heads(target: Target) -> Drafter:
     return StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), FixedBudget(NODES))
 
 
-@pytest.mark.parametrize("seeds", [FEW, pytest.param(MANY, marks=pytest.mark.long)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "seeds",
+    [FEW, pytest.param(MORE, marks=pytest.mark.long), pytest.param(MANY, marks=pytest.mark.exhaustive)],
+    ids=["few", "more", "many"],
+)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_answers_that_take_turns_are_those_alone(engine: str, seeds: range) -> None:
     target = ENGINES[engine]()

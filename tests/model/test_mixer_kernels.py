@@ -267,10 +267,7 @@ for name, precision in (("bf16", "tf32x3"), ("fp32", "ieee")):
 
 @pytest.mark.parametrize(
     "capability",
-    [
-        pytest.param(each, marks=pytest.mark.long if each in (89, 90) else pytest.mark.exhaustive)
-        for each in SHARED_MEMORY
-    ],
+    [pytest.param(each, marks=pytest.mark.long if each == 90 else pytest.mark.exhaustive) for each in SHARED_MEMORY],
 )
 def test_mixers_compile_without_spills(capability: int, tmp_path: Path) -> None:
     cases = compiled(MIXERS, capability, (), tmp_path)

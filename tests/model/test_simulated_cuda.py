@@ -73,7 +73,7 @@ BY_LEVELS = {"jamba"}
 """Families whose passes depend on the shape of the tree, so that none is captured."""
 FIRST = "llama", "qwen3_5"
 """Families that stand for the others: the usual layers, and recurrent ones."""
-OFTEN = ("gpt_oss", "deepseek_v3", "falcon"), ("qwen3_5", "jamba")
+OFTEN = ("gpt_oss",), ("qwen3_5", "jamba")
 """Families of the long suite, each of a kind of its own; the exhaustive one has all."""
 AT_ONCE = 5
 """Families that a process decodes with."""

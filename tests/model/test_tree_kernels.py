@@ -360,19 +360,19 @@ def assert_trees_of_a_batch_are_right(family: str) -> None:
 def test_idle_slots_keep_their_contexts_and_few_steps_serve_all_batches(family: str) -> None:
     model = model_of(family)
     target = Target(model, direct)
-    cache = target.allocate(5)
-    contexts = [prompt_of(12 + 5 * slot) for slot in range(5)]
+    cache = target.allocate(4)
+    contexts = [prompt_of(12 + 5 * slot) for slot in range(4)]
     for slot, context in enumerate(contexts):
         target.prefill(cache, slot, context, room=100)
     tree = DraftTree.of(5, [6, 7, 8], [ROOT, ROOT, 1])
-    for number in (5, 3, 1, 5):
+    for number in (1, 3, 4):
         found = target.verify(cache, [tree] * number)
         for slot, verified in enumerate(found):
             contexts[slot] += tokens_to(tree, 2)
             assert_same_logits(verified.logits[3], plain_logits(model, contexts[slot]))
             target.commit(cache, slot, [1, 2])
     steps = captured_of(target).steps
-    assert steps and [slots for slots, *_ in steps._steps[cache.storage]] == [5, 4, 1]
+    assert steps and [slots for slots, *_ in steps._steps[cache.storage]] == [1, 4]
     cache.slots[3].kv.settle()
     cache.slots[3].kv._interrupted_from = 2  # a move that an interrupt left halfway
     target.verify(cache, [tree] * 3)
@@ -435,7 +435,7 @@ MOST_REGISTERS = 128
 """Registers of a thread of an operation between matmuls, so that several blocks of it run at once."""
 
 
-OFTEN = (89, 128), (90, 256), (90, 512), (100, 64)
+OFTEN = (89, 128), (90, 256), (100, 64)
 """The least shared memory and the newest generations, each with another width; the exhaustive suite has all."""
 COMPILED = [
     pytest.param(capability, width, marks=pytest.mark.long if (capability, width) in OFTEN else pytest.mark.exhaustive)
