@@ -102,6 +102,7 @@ def test_the_corpus_is_whole_documents_of_as_many_tokens_of_each_kind(tokenizer:
     assert all(170 < count <= 200 for count in tokens.values())
 
 
+@pytest.mark.long
 def test_texts_added_to_the_demo_s_stores_are_kept(home: Path, tmp_path: Path) -> None:
     stores = demo_stores.stores_of_real_model(ModelConfig())  # the embedded tokenizer stands in for SmolLM2's
     own = tmp_path / "own.jsonl"

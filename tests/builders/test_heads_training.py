@@ -88,7 +88,7 @@ def trained(
 
 
 @each_kind
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_heads_learn_what_the_model_says(kind: str, tmp_path: Path) -> None:
     """The model has 97 tokens, of which chance finds one in a hundred."""
     learned, config = texts(10), TrainConfig(epochs=60, batch=5, learning_rate=0.01, val_fraction=0.1)
@@ -109,7 +109,7 @@ def test_heads_learn_what_the_model_says(kind: str, tmp_path: Path) -> None:
 
 
 @each_kind
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_killed_training_ends_as_one_that_was_not(kind: str, tmp_path: Path) -> None:
     learned = texts(9)
     config = TrainConfig(epochs=8, batch=4, save_every=3, val_fraction=0.2)

@@ -310,6 +310,7 @@ def stub_stages(monkeypatch: pytest.MonkeyPatch, names: Sequence[str], interrupt
     return ran
 
 
+@pytest.mark.long
 def test_drafters_of_a_checkpoint_and_in_its_folder_are_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -336,6 +337,7 @@ def test_drafters_of_a_checkpoint_and_in_its_folder_are_found(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.one_in(3)
 def test_answers_are_sampled_as_asked(sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers of ``generate``, which draws tokens differently, are not compared when sampling."""
     loaded, (prompt, *_) = load(ModelConfig(threads=1)), read_prompts(demo.PROMPTS)

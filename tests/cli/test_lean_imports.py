@@ -79,6 +79,7 @@ def test_distributions_are_listed_once(tmp_path: Path) -> None:
     assert output_of(program, tmp_path) == output_of(program.removeprefix(LEAN), tmp_path)
 
 
+@pytest.mark.long
 def test_garbage_collection_waits_until_a_tokenizer_is_loaded(tmp_path: Path) -> None:
     program = (
         "import gc\nusual, phases = gc.get_threshold(), []\n"

@@ -77,7 +77,7 @@ def alone() -> dict[SamplingConfig, Any]:
     }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.usefixtures("known_cost")
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("method", "size"), [*((method, 3) for method in DEMO_METHODS), ("hd", 2), ("hd", 8)])

@@ -163,7 +163,7 @@ def value_of(name: str, value: Any, plain: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("name", GREEDY)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_setting_of_the_model_is_applied_as_in_generate(name: str, loaded: Loaded, plain: list[int]) -> None:
     ids = encode_conversation(loaded.tokenizer, ASKED)
     setattr(loaded.target.model.generation_config, name, value_of(name, GREEDY[name], plain))

@@ -129,6 +129,7 @@ prompts = st.one_of(
 
 @pytest.mark.parametrize("examples", [5, pytest.param(25, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.one_in(2)
 def test_any_prompt_any_length_any_end(name: str, examples: int, folder: Path) -> None:
     store, index = stores_of("llama", folder)
     drafter = drafter_of(name, store, index)  # one for all: nothing of one generation may leak into the next

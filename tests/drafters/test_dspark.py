@@ -335,6 +335,7 @@ def drafter_of(folder: Path, target: Target) -> Drafter:
     return StandaloneDrafter(published_drafter(str(folder), target), FixedBudget(12))
 
 
+@pytest.mark.long
 def test_answers_that_take_turns_are_those_alone(tmp_path: Path) -> None:
     model = six_layers()
     target = Target(model, lambda device: Replayed())

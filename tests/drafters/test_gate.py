@@ -245,7 +245,7 @@ MAKERS: dict[str, Callable[[Path], tuple[Target, TrainedProposer]]] = {
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_pauses_change_no_token(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accepted_tokens, "LONG_PAUSE", 4)
     monkeypatch.setattr(accepted_tokens, "READ_AFTER_PAUSE", 3)

@@ -91,6 +91,7 @@ def test_a_conversation_may_come_in_parts(config: HeadsConfig, parts: list[int])
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.one_in(2)
 def test_captured_passes_equal_others(config: HeadsConfig) -> None:
     """Two conversations in turn, of the same heads, past the end of their first memory."""
     torch.manual_seed(1)

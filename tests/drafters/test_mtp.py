@@ -54,7 +54,7 @@ def drafter_of(method: str, target: Target, nodes: int = 12) -> Any:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 def test_layers_of_each_type_change_no_token(kind: str, tmp_path: Path) -> None:
     target = Target(with_mtp(kind, tmp_path))
     for sampling in (SamplingConfig(), SAMPLED):

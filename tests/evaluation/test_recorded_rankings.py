@@ -82,6 +82,7 @@ def test_a_replay_of_logitspec_is_a_real_run(turns: list[RecordedTurn], loaded: 
     assert played.tokens > played.steps
 
 
+@pytest.mark.long
 def test_methods_with_recycled_rankings_are_replayed(
     recording: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

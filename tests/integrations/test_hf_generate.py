@@ -503,6 +503,7 @@ def test_a_generator_keeps_its_target_and_its_figures() -> None:
     assert generator._target is not target
 
 
+@pytest.mark.long
 def test_a_model_with_a_new_dtype_is_checked_again() -> None:
     model: Any = copy.deepcopy(model_of("llama"))
     made: list[Target] = []

@@ -142,6 +142,7 @@ def test_async_answers_wait_for_each_other_and_may_be_left(model: Any) -> None:
     assert asyncio.run(ask()) == (expected, 16)
 
 
+@pytest.mark.long
 def test_the_commands_of_llm(tmp_path: Path) -> None:
     """With the tool's own home and log."""
     asked = ["-m", "hdtool/mine", "-o", "max_tokens", "12"]
@@ -177,6 +178,7 @@ def test_the_commands_of_llm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"a": 5}'])
+@pytest.mark.one_in(3)
 def test_a_damaged_list_of_models_is_named_and_kept(tmp_path: Path, content: str) -> None:
     (path := tmp_path / "hdtool-models.json").write_text(content)
     commands = [["hdtool", "add", str(demo.MODEL)], ["hdtool", "remove", "a"], ["models", "-q", "hdtool/"]]

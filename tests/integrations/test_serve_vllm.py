@@ -69,6 +69,7 @@ def test_the_command_is_vllms_own_with_our_drafter() -> None:
     assert getattr(import_module(module), name) is HierarchyProposer
 
 
+@pytest.mark.long
 def test_a_worker_opens_the_stores_of_the_command() -> None:
     launched = Launch(MODEL, [], VllmConfig(3, 0.5, 1), StoresConfig(corpus_db="none"))
     speculation, additional = told(launched)

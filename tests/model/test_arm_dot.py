@@ -63,7 +63,7 @@ def assembly_of(tile: Any, format: BlockFormat) -> str:
 
 @pytest.mark.parametrize("rows", [1, INT8_TILE_ROWS])
 @pytest.mark.parametrize("format", [pytest.param(one, id=one.name) for one in ALL_FORMATS])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_every_format_is_multiplied_with_it(format: BlockFormat, rows: int) -> None:
     code = assembly_of(panel_tile(rows, DOT_OF_SIGNED), format)
     assert "sdot" in code and "smull" not in code

@@ -152,11 +152,13 @@ def describe_wrongly(fault: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("fault", WRONG | WRONG_FOR_CPUS)
+@pytest.mark.one_in(2)
 def test_a_wrong_description_is_not_compiled(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not target_of(describe_wrongly(fault, monkeypatch)).compile()
 
 
 @pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.one_in(2)
 def test_a_wrong_description_is_not_captured(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Target(model_of(describe_wrongly(fault, monkeypatch)), direct).is_fused
 

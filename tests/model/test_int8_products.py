@@ -76,6 +76,7 @@ def test_products(format: BlockFormat, rows: int, outs: int, wholes: int, bias: 
 
 
 @pytest.mark.parametrize("format", ALL)
+@pytest.mark.one_in(3)
 def test_panels_that_are_made_in_several_parts(format: BlockFormat) -> None:
     columns = 4 * MAX_BLOCK_SIZE
     matrix = some_matrix(format, 2 * MAX_CHUNK_BYTES // columns + 13, columns)

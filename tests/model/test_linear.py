@@ -92,7 +92,7 @@ def stored(kind: Kind, out_features: int, columns: int, seed: int = 0) -> tuple[
     bias=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(deadline=None, max_examples=125)
+@settings(deadline=None, max_examples=50)
 def test_results_are_correct_and_have_the_bits_of_float32(
     kind: Kind, rows: int, out_features: int, wholes: int, bias: bool, seed: int
 ) -> None:
@@ -177,6 +177,7 @@ def test_a_row_has_the_bits_of_one_alone(kind: Kind, columns: int) -> None:
 
 @pytest.mark.parametrize("gemm", [block_gemm, panel_gemm])
 @pytest.mark.parametrize("columns", [COLUMN_MULTIPLE, MAX_RANGE + COLUMN_MULTIPLE])
+@pytest.mark.each_value
 def test_matmuls_for_other_processors_give_the_same_bits(columns: int, gemm: ModuleType) -> None:
     """This processor's ``multiply_many`` is one of the two."""
     numbers = torch.randn(MAX_ROWS + 20, columns)

@@ -281,6 +281,7 @@ def asked(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("options", [{}, {"tool_choice": "required"}, {"temperature": 1.0, "seed": 3}])
+@pytest.mark.each_value
 def test_a_call_matches_the_schema_of_its_tool(client: openai.OpenAI, stream: bool, options: Row) -> None:
     question = {"role": "user", "content": "How is Rome?"}
     text, calls, reason = asked(client, [question], stream=stream, parallel_tool_calls=False, **options)

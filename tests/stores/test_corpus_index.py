@@ -54,7 +54,7 @@ def brute_force(documents: Documents, context: list[int]) -> tuple[int, Counter[
 @pytest.mark.each_value
 @pytest.mark.parametrize("examples", [10, pytest.param(60, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 120])
-@pytest.mark.parametrize("vocabulary", [4, 60_000, 65_535, 65_536, 200_000])
+@pytest.mark.parametrize("vocabulary", [4, 65_535, 65_536, 200_000])
 def test_continuations_are_those_of_the_documents(
     vocabulary: int, shard_bytes: int, examples: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
