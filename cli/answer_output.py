@@ -81,7 +81,7 @@ def numbered(answers: Iterable[Answer]) -> Iterator[tuple[int, Answer]]:
 
 
 def answer_record(answer: Answer) -> dict[str, Any]:
-    """Return the ``--json`` record of an answer; its keys are stable across versions."""
+    """Return the ``--json`` record of an answer."""
     stats = answer.stats
     return {
         "id": answer.prompt.id,

@@ -110,7 +110,7 @@ def _contender(name: str, loaded: Loaded, store_set: StoreSet, decoding: DecodeC
 
 
 def _shape_report(loaded: Loaded, traces: str, answers: int, totals: dict[str, Figures]) -> dict[str, Any]:
-    """Return the ``--json`` record of ``bench-shape``, whose keys are stable across versions."""
+    """Return the ``--json`` record of ``bench-shape``."""
     import torch
 
     from hdtool.builders.evaluation.random_models import weight_bytes_read

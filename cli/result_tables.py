@@ -71,7 +71,7 @@ DRAFTER_STATES = {
 
 
 def bench_record(results: Results, scores: Scores) -> dict[str, Any]:
-    """Return the ``--json`` record of a benchmark; its keys are stable across versions."""
+    """Return the ``--json`` record of a benchmark."""
     from hdtool.builders.evaluation.llama_cpp_peer import BUILD_KEY
 
     run = results.run
@@ -203,7 +203,7 @@ Replays = Mapping[str, "ReplayResult"]
 
 
 def replay_record(results: Replays, curve: CostCurve | None, warm: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the ``--json`` record of a replay; its keys are stable across versions.
+    """Return the ``--json`` record of a replay.
 
     ``warm`` lists the files given to ``--warm``.
     """

@@ -227,7 +227,7 @@ def counts_in_words(counts: Mapping[str, int]) -> str:
 
 
 def store_description(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """Return the ``--json`` record of a store that was built or inspected; its keys are stable across versions."""
+    """Return the ``--json`` record of a store that was built or inspected."""
     return {
         "store": str(folder),
         "kind": manifest.kind,

@@ -98,7 +98,7 @@ def _run_checks(verifier: Verifier, loaded: Loaded, questions: list[Prompt], cha
 def _report(
     loaded: Loaded, method: str, oracles: list[Oracle], checks: list[Check], explained: list[Explanation]
 ) -> dict[str, Any]:
-    """Return the ``--json`` record of ``verify``, whose keys are stable across versions."""
+    """Return the ``--json`` record of ``verify``."""
     steps, tokens = (sum(getattr(check, name) for check in checks) for name in ("steps", "tokens"))
     return {
         "model": loaded.name,

@@ -84,7 +84,7 @@ def _hash_of(tokenizer: PreTrainedTokenizerBase, cut: list[int]) -> str:
 
 
 def _recorded_folder(name: str) -> str:
-    """Return a local folder's absolute path; empty if ``name`` is no folder, or the embedded model's."""
+    """Return a local folder's absolute path; empty for other names, the embedded model and paths outside UTF-8."""
     folder = Path(name).absolute()
     return "" if not name or folder == demo.MODEL or not folder.is_dir() or lone_surrogate(str(folder)) else str(folder)
 

@@ -305,16 +305,16 @@ def packed_int8(levels: torch.Tensor, scales: torch.Tensor, group: int) -> Packe
     return _packed(INT8, levels.view(torch.uint8), [scales], group)
 
 
-def packed_int4(octets: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, group: int) -> PackedMatrix | None:
-    """Pack signed 4-bit integers, two columns per byte, with a scale and a minimum per ``group`` of columns.
+def packed_int4(octets: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, group: int) -> PackedMatrix | None:
+    """Pack signed 4-bit integers, two columns per byte; return None if shapes or dtypes don't fit the format.
 
-    Return None if shapes or dtypes don't fit the format.
+    Each ``group`` of columns has a scale and an offset, the value of level 0.
     """
     out_features, half = octets.shape
     if half % (INT4.block_size // 2):
         return None
     levels = _half_apart(octets.reshape(out_features, -1, 16) ^ 0x88)  # -8 becomes 0
-    return _packed(INT4, levels.view(out_features, -1), [scales, minima], group)
+    return _packed(INT4, levels.view(out_features, -1), [scales, offsets], group)
 
 
 def _half_apart(octets: torch.Tensor) -> torch.Tensor:

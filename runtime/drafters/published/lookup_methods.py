@@ -10,8 +10,8 @@ iteration, and each row was computed from the one above it::
               │      │     │     │
     row 2     c0     c1    c2    c3      the argmax after each token of row 1, an iteration later
 
-The argmax after the newest row completes the n-gram of a column: ``a1 b1 c1`` and that token. The branch is a part of
-the draft tree below the root, so a correct guess in it is accepted like any draft token.
+The argmax after the newest row completes the n-gram of a column: ``a1 b1 c1`` and that token. The rows form the
+*lookahead branch* of the draft tree, directly below the root, so correct guesses are accepted like any draft token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replaces two functions of vLLM that fail on CPUs with speculative decoding.
+"""Replaces two functions of vLLM that fail under speculative decoding on CPUs.
 
 One leaves the sampling settings of draft tokens uninitialized, because its kernel's stand-in without Triton writes to a
 copy; the other crashes on top-k in a batch without draft tokens.
