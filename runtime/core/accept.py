@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hdtool.runtime.core.engine_interface import Verified, Walk
+from hdtool.runtime.core.race_leaders import walk_races
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.top_k_top_p import NOT_FINITE
 from hdtool.runtime.core.tree import ROOT, UNDETERMINED, DraftTree, rows_of
@@ -106,7 +107,7 @@ def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, max_to
     """Return a walk down the tree by argmax or draws, from the pass or by compiled code; None if neither is possible.
 
     A walk by draws under a mask ends before the first token that depends on what the mask forbids. A walk by rankings
-    ends before the first token that depends on logits outside the ranking.
+    or races ends before the first token that depends on logits outside the ranking or of tokens that don't lead.
     """
     shortcuts = sampler.shortcuts
     if shortcuts.chooses_by_argmax and verified.walk:
@@ -124,6 +125,8 @@ def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, max_to
     if draws and verified.ranked and shortcuts.max_ranked and tree.forced_tokens is None:
         (best, scores), position = verified.ranked, len(sampler.context)
         return Walk.of(walk_buffer, *walk_ranked(logits.shape[1], best, scores, *nodes, position, draws))
+    if shortcuts.races and verified.races is not None and tree.forced_tokens is None:
+        return Walk.of(walk_buffer, *walk_races(verified.races, *nodes, len(sampler.context), shortcuts.races))
     if draws is None or not logits.is_cpu or logits.dtype != torch.float32:
         return None
     rows, is_masked = readable(logits), shortcuts.only_mask is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from threading import Lock
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from hdtool.runtime.core.cache_interface import AnyCache, AnySlot
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import Rankable, argmax, for_topk, topk
+
+if TYPE_CHECKING:
+    from hdtool.runtime.core.top_k_top_p import DrawOptions
 
 TopTokens = tuple[torch.Tensor, torch.Tensor]
 """Top tokens of each row, best first, and their probabilities, as two tensors ``[rows, k]``."""
@@ -32,7 +35,9 @@ class PassOptions(NamedTuple):
     max_ranked: int = 0
     """Minimum number of top tokens per row that ``Verified.ranked`` should hold, at most ``MAX_RANKED``."""
     root: bool = False
-    """Copy the root's logits to the host, into ``Verified.root``."""
+    """Copy the root's logits to the host, into ``Verified.root``, unless the pass computes ``Verified.races``."""
+    draws: DrawOptions | None = None
+    """Compute ``Verified.races`` for draws with these options; None if the answer does not need them."""
 
 
 LOGITS_ONLY = PassOptions()
@@ -87,6 +92,8 @@ class Verified:
     """Top tokens of each row, best first, and their logits; None if the pass did not compute them."""
     root: Array | None = None
     """The root's logits in float32 on the host; None if the pass did not copy them."""
+    races: Array | None = None
+    """A ``RACE`` record of each row's race; None if the pass did not compute them."""
     slot: AnySlot | None = None
     """Cache slot of the sequence; None if the engine does not set it."""
 

@@ -43,9 +43,14 @@ def _hashed(number: Any) -> Any:
 
 
 @compiled
+def hashed_seed(seed: Any) -> Any:
+    return _hashed(seed + SPLITMIX_STRIDE)
+
+
+@compiled
 def stream_start(seed: Any, position: Any) -> Any:
     """Return the start of a position's random stream, hashed so that neighbouring positions are independent."""
-    return _hashed(_hashed(seed + SPLITMIX_STRIDE) + U64(position) * SPLITMIX_STRIDE)
+    return _hashed(hashed_seed(seed) + U64(position) * SPLITMIX_STRIDE)
 
 
 @compiled

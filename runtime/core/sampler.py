@@ -87,6 +87,8 @@ class Shortcuts(NamedTuple):
     """Number of highest logits per row that a draw needs; 0 if it needs all of them."""
     draws_by_row: bool = False
     """True if each draw reads all logits of its row, unprocessed."""
+    races: DrawOptions | None = None
+    """The options of each draw if the leaders of a race among all tokens of its row usually determine it."""
     takes_the_only_token: bool = False
     """True if a token is chosen regardless of the logits once a mask forbids all others."""
 
@@ -141,12 +143,14 @@ class Sampler:
         first, *others = self._processors or (None,)
         keeps_the_best = all(type(other) in KEEP_THE_BEST and keeps_one(other) for other in others)
         max_ranked = ranked_for(draws) if draws and not only_mask else 0
+        races = draws if draws and not (only_mask or max_ranked or draws.top_k) else None
         return Shortcuts(
             only_mask=only_mask,
             chooses_by_argmax=self._greedy and (only_mask is not None or not self._processors),
             draws=draws,
             max_ranked=max_ranked,
             draws_by_row=not (self._greedy or self.pre_processors or max_ranked),
+            races=races,
             takes_the_only_token=isinstance(first, Mask) and keeps_the_best,
         )
 

@@ -10,6 +10,7 @@ from typing import Any, Generic
 from hdtool.runtime.core.accept import Accepted, accept
 from hdtool.runtime.core.drafter import draft_many
 from hdtool.runtime.core.engine_interface import Engine, PassOptions, Verified
+from hdtool.runtime.core.race_leaders import compile_race_walks
 from hdtool.runtime.core.request import Key, Request, room_for
 from hdtool.runtime.core.step import Finish, Step
 from hdtool.runtime.core.tree import DraftTree
@@ -31,9 +32,13 @@ class SequenceState(Generic[Key]):
         self.options = PassOptions(shortcuts.chooses_by_argmax, are_logits_read, self.drafter.max_ranked)
         if engine.captures:  # without capture, the host reads the logits directly
             num_ranked = max(self.options.max_ranked, shortcuts.max_ranked)
-            self.options = self.options._replace(max_ranked=num_ranked, root=shortcuts.draws_by_row)
+            self.options = self.options._replace(
+                max_ranked=num_ranked, root=shortcuts.draws_by_row, draws=shortcuts.races
+            )
             if shortcuts.draws and shortcuts.max_ranked:
                 compile_ranked_walks(shortcuts.draws, sampler.walk_buffer)
+            if shortcuts.races:
+                compile_race_walks(shortcuts.races, sampler.walk_buffer)
         self._needs_all_logits = not shortcuts.takes_the_only_token or self.options.wants_maxima
         self.tree = DraftTree.bare(prompt[-1])
         """Tree that is verified in the current step."""

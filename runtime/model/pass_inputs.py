@@ -214,9 +214,10 @@ def _related(ancestor_mask: torch.Tensor, length: torch.Tensor, extent: int) -> 
 
 
 MOVES = MAX_DEFERRED_MOVES
-HEADER = 3 + MOVES
-LENGTH, MOVED_TO, MOVED, MOVED_FROM = range(4)
-"""Header indices of the context length and of a move: its first target position, its length and its first source."""
+HEADER = 5 + MOVES
+LENGTH, MOVED_TO, MOVED, SEED, DRAW, MOVED_FROM = range(6)
+"""Header indices of the context length, of a move (its first target position, its length and its first source) and of
+the draws, 0 if there are none: see ``race_input``."""
 LEFT_OUT = -1
 """Move length that marks a slot as left out of a step."""
 
@@ -270,7 +271,7 @@ class StepTensors(NamedTuple):
         """Return a step of one slot without drafts, given its root and the length of its context, both ``[1]``."""
         no_move = length + torch.arange(MOVES, device=length.device)
         nothing = torch.zeros_like(length)
-        return cls.of(torch.cat([length, length, nothing, no_move, token, length, nothing])[None], 1)
+        return cls.of(torch.cat([length, length, *[nothing] * 3, no_move, token, length, nothing])[None], 1)
 
 
 class TransferBuffer:
@@ -298,7 +299,7 @@ class StepInput:
         self._words: npt.NDArray[np.int64] = self._buffer.host.numpy()
 
     def fill(self, slot: int, tree: DraftTree, rows: int, length: int) -> None:
-        """Write the tree that follows a slot's context of ``length`` tokens; discard the slot's last ``move``."""
+        """Write the tree that follows a slot's context of ``length`` tokens; discard the slot's last ``move`` and ``draw``."""
         _fill(self._words_of(slot, rows), tree.root, tree.tokens, tree.parents, rows, length)
 
     def move(self, slot: int, rows: int, start: int, path: Sequence[int]) -> None:
@@ -307,6 +308,11 @@ class StepInput:
         words[MOVED_TO], words[MOVED] = start, len(path)
         words[MOVED_FROM:HEADER] = start + np.arange(MOVES)
         words[MOVED_FROM : MOVED_FROM + len(path)] = np.array(path) + start
+
+    def draw(self, slot: int, rows: int, seed: int, options: int) -> None:
+        """Make the step run the races of a filled slot's draws; see ``race_input``."""
+        words = self._words_of(slot, rows)
+        words[SEED], words[DRAW] = seed, options
 
     def leave_out(self, slot: int, rows: int) -> None:
         """Mark a filled slot as unused: its results don't count, and kernels may skip its attention."""
@@ -350,7 +356,7 @@ def _fill(
     length: int,
 ) -> None:
     words[LENGTH] = words[MOVED_TO] = length
-    words[MOVED] = 0
+    words[MOVED] = words[SEED] = words[DRAW] = 0
     for move in range(MOVES):
         words[MOVED_FROM + move] = length + move
     ids, positions, ancestors = words[HEADER:], words[HEADER + rows :], words[HEADER + 2 * rows :]

@@ -422,6 +422,24 @@ def test_the_kernels_of_a_hybrids_step_are_bounded(home: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_captured_step_whose_draws_are_races_copies_in_and_out_and_waits_once(home: Path) -> None:
+    pytest.importorskip("triton")
+    answers = scenarios(home, "sampled", FIRST[0], module="device_kernels")["sampled"]
+    expected = answers["expected"]
+    assert answers["captures"] and not answers["faults"]
+    for name, ways in answers["found"].items():
+        for way, answer in ways.items():
+            assert answer["tokens"] == expected[name], (name, way)
+            for step, (_, size) in zip(map(Counter[str], answer["steps"]), answer["waits and tokens"], strict=True):
+                read = size if way == "undecided" else 0
+                assert (step[COPY_IN], waits(step)) == (1, 1 + read), (name, way, answers["lines"])
+                assert step[COPY_OUT] == 1 + read and step[REPLAY] == 2 + (way == "hd"), (name, way)
+                assert step[KERNEL] == 0 or read, (name, way)
+        assert any(size > 1 for _, size in ways["lying drafter"]["waits and tokens"])
+    assert answers["batch"] == expected, "beside answers that no race decides"
+
+
+@pytest.mark.long
 def test_a_hybrids_answers_by_kernels_are_those_of_the_cpu(home: Path) -> None:
     pytest.importorskip("triton")
     answers = scenarios(home, "answers", FIRST[1], module="device_kernels")["answers"]

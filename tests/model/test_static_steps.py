@@ -232,7 +232,7 @@ def test_a_pass_without_extents_has_one_capacity_and_its_steps_are_captured_at_o
     recorded = capture.recorded
     assert recorded == 2 * len(RECORDED), "a step and the rankings after it"
     for nodes, most in zip((0, 3, 30, 63), (8, 0, 61, 33), strict=True):
-        steps.prepared(cache, [bush(nodes)], PassOptions(max_ranked=most))
+        steps.prepared(cache, [bush(nodes)], [PassOptions(max_ranked=most)])
     assert capture.recorded == recorded
     steps.prepared(cache, [bush(64)])
     assert capture.recorded == recorded + 1

@@ -15,7 +15,7 @@ warnings.filterwarnings("ignore")
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from hdtool.runtime.engines.cuda import mixer_kernels, triton_kernels
+from hdtool.runtime.engines.cuda import mixer_kernels, race_kernels, triton_kernels
 from hdtool.runtime.engines.cuda.triton_operations import TileSizes, padded
 folder, capability, widths = sys.argv[1], int(sys.argv[2]), list(map(int, sys.argv[3:]))
 

@@ -21,10 +21,19 @@ from hdtool.runtime.core import tolerances
 from hdtool.runtime.engines.captured.fused_pass import fuse
 from hdtool.runtime.engines.captured.static_steps import _Buffers
 from hdtool.runtime.engines.captured_functions import never
-from hdtool.runtime.engines.cuda import mixer_kernels, triton_kernels, triton_mixers, triton_operations
+from hdtool.runtime.engines.cuda import (
+    mixer_kernels,
+    race_kernels,
+    triton_kernels,
+    triton_mixers,
+    triton_operations,
+    triton_races,
+)
 from hdtool.runtime.model.pass_inputs import StepInput
+from hdtool.runtime.settings.model import SamplingConfig
 from hdtool.runtime.target.target import Target
-from tests.support.device_scenarios import GREEDY, diagnostics, main, plain, watched, wrong_drafter
+from tests.support.decoding import answers_of, request as asked
+from tests.support.device_scenarios import GREEDY, PROMPT, diagnostics, hierarchy, main, plain, watched, wrong_drafter
 from tests.support.families import DELTA, MAMBA, model_of, random_model
 from tests.support.simulated_cuda.graphs import CUDAGraph
 from tests.support.simulated_cuda.install import install, on_device
@@ -62,6 +71,7 @@ def launch_on_device() -> None:
     install()
     vars(triton_operations)["triton_kernels"] = DeviceKernels(triton_kernels)
     vars(triton_mixers)["mixer_kernels"] = DeviceKernels(mixer_kernels)
+    vars(triton_races)["race_kernels"] = DeviceKernels(race_kernels)
 
 
 def kernels(*names: str) -> dict[str, Any]:
@@ -102,5 +112,48 @@ def answers(*families: str) -> dict[str, Any]:
     return {"found": found} | diagnostics()
 
 
+SAMPLINGS = {
+    "T 1": SamplingConfig(temperature=1.0, seed=3),
+    "T 1, top-p 0.9": SamplingConfig(temperature=1.0, top_p=0.9, seed=5),
+    "T 0.7, top-p 0.95, min-p 0.001": SamplingConfig(temperature=0.7, top_p=0.95, min_p=0.001, seed=6),
+}
+OTHERS = {
+    "greedy": GREEDY,
+    "penalised": SamplingConfig(temperature=0.7, repetition_penalty=1.2, seed=7),
+    "top-k 100": SamplingConfig(temperature=1.0, top_k=100, seed=8),
+}
+"""Samplings that no race decides."""
+
+
+def sampled(family: str) -> dict[str, Any]:
+    """Answer on the CPU and on the device with draws that races decide, alone and beside others in a batch."""
+    every = SAMPLINGS | OTHERS
+    expected = {name: plain(model_of(family), sampling)[:TOKENS] for name, sampling in every.items()}
+    launch_on_device()
+    target = Target(on_device(model_of(family)))
+    found = {}
+    for name, sampling in SAMPLINGS.items():
+        ways = {"plain": None, "lying drafter": wrong_drafter(expected[name]), "hd": hierarchy()}
+        found[name] = {way: watched(target, sampling, drafter, max_new_tokens=TOKENS) for way, drafter in ways.items()}
+    requests = (asked(name, PROMPT, wrong_drafter(expected[name]), every[name]) for name in every)
+    batch = answers_of(target, requests, 3, TOKENS)
+    found["T 1"]["undecided"] = undecided_answer(target, SAMPLINGS["T 1"])
+    return {"expected": expected, "found": found, "batch": batch, "captures": target.captures} | diagnostics()
+
+
+def undecided_answer(target: Target, sampling: SamplingConfig) -> dict[str, Any]:
+    """Answer while the device draws other numbers than the host, so that no race decides."""
+    usual = StepInput.draw
+
+    def draw(step: StepInput, slot: int, rows: int, seed: int, options: int) -> None:
+        usual(step, slot, rows, seed + 1, options)
+
+    StepInput.draw = draw  # type: ignore[assignment,method-assign]
+    try:
+        return watched(target, sampling, max_new_tokens=TOKENS)
+    finally:
+        StepInput.draw = usual  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
-    main({group.__name__: group for group in (kernels, answers)}, sys.argv[1:], keeps_triton=True)
+    main({group.__name__: group for group in (kernels, answers, sampled)}, sys.argv[1:], keeps_triton=True)

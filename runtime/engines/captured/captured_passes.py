@@ -140,7 +140,9 @@ class CapturedPasses(Backend):
         if reason := not_on_one_device_reason(stock.model) or stock.row_by_row.reason:
             return note(f"{NOT_CAPTURED}: {reason}")
         self._passes = passes_of(stock, facts)
-        steps = StaticSteps(self._passes[0], capture, stock.device, reserved_positions(stock, facts))
+        operations = triton_operations(stock.device)
+        run_races, reserved = operations.run_races if operations else None, reserved_positions(stock, facts)
+        steps = StaticSteps(self._passes[0], capture, stock.device, reserved, run_races)
         cache.reserve(1, steps.capacity_for(1, context_limit(stock.config, 1)))
         vocabulary = stock.config.vocab_size
         expected = two_steps(BackendEngine([], trees, stock.log), vocabulary, cache)
@@ -215,7 +217,7 @@ class CapturedPasses(Backend):
         """Start to verify trees; return None if the step does not fit into memory, or cannot be captured any more."""
         while self.steps:
             try:
-                start = self.steps.prepared(cache, trees, combined_options(options))
+                start = self.steps.prepared(cache, trees, options)
             except Exception as error:  # model code that cannot be captured may raise any error
                 if any(slot.kv.settled < slot.length for slot in cache.slots[: len(trees)]):
                     raise  # a move of accepted positions was interrupted, which no other pass can undo
@@ -231,13 +233,6 @@ class CapturedPasses(Backend):
                     self._lost = ""
                 return start() if start else None
         return None
-
-
-def combined_options(options: Sequence[PassOptions]) -> PassOptions:
-    """Combine the options of all trees in a pass: the largest ``max_ranked``, and ``root`` if any tree sets it."""
-    return PassOptions(
-        max_ranked=max((each.max_ranked for each in options), default=0), root=any(each.root for each in options)
-    )
 
 
 def reserved_positions(stock: StockModel, facts: ModelFacts) -> int:

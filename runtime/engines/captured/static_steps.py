@@ -3,8 +3,8 @@
 A step moves the cache positions of accepted paths, verifies a tree in each of the first slots and computes the argmax
 at each node. Steps are captured per tree size and number of slots, which is a power of two or all; a step leaves out
 those of its slots that have no tree. If passes read a fixed number of cache positions (the extent), steps are captured
-per extent, too, and for exactly the slots with trees. Rankings are captured separately, once per number of rows, except
-for models with recurrent states: another graph may overwrite the states, which are read after the step.
+per extent, too, and for exactly the slots with trees. Rankings and races are captured separately, once per shape of a
+step, except for models with recurrent states: another graph may overwrite the states, which are read after the step.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from itertools import product, zip_longest
 from math import prod
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from hdtool.runtime.caches.kv_cache import MIN_EXTENT, KVTensors, extent_for
 from hdtool.runtime.caches.recurrent_states import StatesOfTree
 from hdtool.runtime.caches.slots import Cache, Slot
-from hdtool.runtime.core.engine_interface import LOGITS_ONLY, PassOptions, Verified
+from hdtool.runtime.core.engine_interface import PassOptions, Verified
+from hdtool.runtime.core.race_leaders import RACE, race_input
+from hdtool.runtime.core.top_k_top_p import DrawOptions
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.engines.backend import RunningPass
 from hdtool.runtime.engines.capturable_pass import StepOutput, StepPass
 from hdtool.runtime.engines.captured.device_clock import DeviceClock
-from hdtool.runtime.engines.captured_functions import Capture, CapturedRun, CapturedRuns, Run
+from hdtool.runtime.engines.captured_functions import Capture, CapturedRun, CapturedRuns, Run, Shape
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import MAX_RANKED
 from hdtool.runtime.model.pass_inputs import StepInput, TransferBuffer
@@ -40,6 +43,12 @@ RECORDED_ROWS = 512
 UNUSED = DraftTree.bare(0)
 """Tree of each slot that a step leaves out; since all have the same token, they need few experts of a mixture."""
 
+ANY_DRAWS = DrawOptions(np.uint64(0), np.float32(1.0), 0, 1.0, 0.0)
+RACE_WORDS = RACE.itemsize // 8
+FIXED_WORDS = 2 + RACE_WORDS
+"""Number of words of each row in an outcome before the rankings."""
+RunRaces = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Runs the races of logits, given the argmax of each row and the step's input, and writes ``RACE`` records."""
 Steps = CapturedRuns[tuple[int, int, int], StatesOfTree | None]
 """Captured steps by slots, rows and extent; the output of each is its pass's ``StepOutput.states``."""
 
@@ -51,14 +60,27 @@ class StaticSteps:
     finished, no matter which answer it belongs to.
     """
 
-    def __init__(self, used: StepPass, capture: Capture, device: torch.device, reserved: int = 0) -> None:
-        """Prepare to capture ``used``; reserve ``reserved`` positions per cache unless ``used.reads_extent`` is set."""
+    def __init__(
+        self,
+        used: StepPass,
+        capture: Capture,
+        device: torch.device,
+        reserved: int = 0,
+        run_races: RunRaces | None = None,
+    ) -> None:
+        """Prepare to capture ``used``; reserve ``reserved`` positions per cache unless ``used.reads_extent`` is set.
+
+        ``run_races`` runs the races of draws on the device; None if it can't.
+        """
+        self._run_races = run_races
         self._pass, self._capture, self._device, self._reserved = used, capture, device, reserved
         self._clock = DeviceClock(device)
         self._steps: WeakKeyDictionary[KVTensors, Steps] = WeakKeyDictionary()
         """Captured steps by cache storage."""
         self._rankings = CapturedRuns[int, None](capture)
         """Captured rankings of the logits in the buffers, by number of rows."""
+        self._races = CapturedRuns[tuple[int, int], None](capture)
+        """Captured races for the logits in the buffers, by slots and rows."""
         self._buffers: list[_Buffers] = []
         """Buffers, the smallest first; a step uses the smallest that hold its rows, and only larger ones are added."""
         self._running: RunningPass | None = None
@@ -72,7 +94,7 @@ class StaticSteps:
     def forget(self) -> None:
         """Release all captured steps; each is captured again when next used."""
         self._finish_running()
-        for kept in (self._steps, self._rankings, self._buffers):
+        for kept in (self._steps, self._rankings, self._races, self._buffers):
             kept.clear()
 
     def capacity_for(self, needed: int, limit: int | None, slots: int = 1) -> int:
@@ -90,7 +112,7 @@ class StaticSteps:
         for slots, rows in sorted(shapes, key=prod, reverse=True):  # all use the buffers of the largest
             if slots == 1 or slots * rows <= RECORDED_ROWS:
                 tree = DraftTree.of(0, [0] * (rows - 1), [ROOT] * (rows - 1))
-                self.prepared(cache, [tree] * slots, PassOptions(max_ranked=1))
+                self.prepared(cache, [tree] * slots, [PassOptions(max_ranked=1, draws=ANY_DRAWS)] * slots)
 
     @property
     def holds_results(self) -> bool:
@@ -104,14 +126,14 @@ class StaticSteps:
             running.is_overwritten, self._running = True, None
 
     def prepared(
-        self, cache: Cache, trees: Sequence[DraftTree], options: PassOptions = LOGITS_ONLY
+        self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()
     ) -> Callable[[], RunningPass] | None:
         """Return a function that starts to verify the trees; capture the step first if its shape is new.
 
         Return None if there is not enough memory for the step, even without capturing it.
 
-        The running step is finished first. The new step makes the cache's pending moves. ``options`` says whether
-        rankings and root logits are copied to the host.
+        The running step is finished first. The new step makes the cache's pending moves. If the ``options`` of any
+        tree ask for rankings, races or root logits, those of all trees are copied to the host.
         """
         self._finish_running()
         rows = STEP_SIZES[bisect_left(STEP_SIZES, max(map(len, trees)) + 1)]
@@ -128,6 +150,11 @@ class StaticSteps:
                 slot.kv.settle()  # the step writes where the pending move would read
                 buffers.input.leave_out(place, rows)
 
+        draws = [each.draws if self._run_races else None for each in options]
+        for place, each in enumerate(draws):
+            if each:
+                buffers.input.draw(place, rows, *race_input(each))
+
         def prepare_capture() -> None:
             for slot in slots:  # capturing runs the step, which would overwrite the accepted path
                 slot.kv.settle()
@@ -137,11 +164,15 @@ class StaticSteps:
         step = steps.of(shape, partial(self._compute, buffers, cache.storage, *shape), prepare_capture)
         if step.run is None:
             return None
-        rank: Run | None = partial(buffers.rank, number) if options.max_ranked else None
-        if rank and step.output is None:  # recurrent states stay in memory that another graph may overwrite
-            captured = self._rankings.of_any(number, rank)
-            rank = captured.run if captured else rank
-        return lambda: self._run(step, rank, buffers, slots, trees, rows, is_root_read=options.root)
+        rank: Run | None = partial(buffers.rank, number) if any(each.max_ranked for each in options) else None
+        race: Run | None = None
+        if self._run_races and any(draws):
+            race = partial(buffers.race, self._run_races, len(slots), rows)
+        if step.output is None:  # recurrent states stay in memory that another graph may overwrite
+            rank = captured_in(self._rankings, number, rank)
+            race = captured_in(self._races, (len(slots), rows), race)
+        is_root_read = any(each.root and not own for each, own in zip(options, draws, strict=True))
+        return lambda: self._run(step, rank, race, buffers, slots, trees, rows, is_root_read=is_root_read)
 
     def _buffers_for(self, rows: int) -> _Buffers:
         if not self._buffers or self._buffers[-1].rows < rows:
@@ -162,6 +193,7 @@ class StaticSteps:
         self,
         step: CapturedRun[StatesOfTree | None],
         rank: Run | None,
+        race: Run | None,
         buffers: _Buffers,
         slots: Sequence[Slot],
         trees: Sequence[DraftTree],
@@ -184,9 +216,11 @@ class StaticSteps:
             for place, slot in enumerate(used):
                 slot.kv.end_move()
                 slot.hold_states(step.output, place)
-            if rank:
-                rank()
-            collect = buffers.received(len(slots), rows, is_ranked=rank is not None, is_root_read=is_root_read)
+            for run in filter(None, (race, rank)):
+                run()
+            collect = buffers.received(
+                len(slots), rows, is_raced=race is not None, is_ranked=rank is not None, is_root_read=is_root_read
+            )
         finally:  # the next step waits for this one even if an interrupt has left it to the device
             self._clock.stop()
         running.results = [collect(place * rows, len(tree) + 1) for place, tree in enumerate(trees)]
@@ -206,10 +240,11 @@ class _Buffers:
     def __init__(self, device: torch.device, rows: int) -> None:
         self.rows = rows
         self.input = StepInput(device, rows, 1)
-        self._outcome = TransferBuffer(rows * (2 + MAX_RANKED + MAX_RANKED // 2), device)
+        self._outcome = TransferBuffer(rows * (FIXED_WORDS + MAX_RANKED + MAX_RANKED // 2), device)
         """Results that are copied to the host together, hence in one contiguous tensor.
 
-        First the argmax of each row, then whether its logit is finite, then the rankings: tokens and their logits.
+        First the argmax of each row, then whether its logit is finite, then its race, then the rankings: tokens and
+        their logits.
         """
         self._logits: torch.Tensor | None = None
         self._hidden: torch.Tensor | None = None
@@ -235,11 +270,20 @@ class _Buffers:
         """Rank ``MAX_RANKED`` tokens in each of the first ``rows`` rows: one captured function serves all options."""
         assert self._logits is not None
         best = self._logits[:rows].topk(min(MAX_RANKED, self._logits.shape[1]))
-        tokens, scores = rankings_in(self._outcome.device[2 * rows :], rows, best.indices.shape[1])
+        tokens, scores = rankings_in(self._outcome.device[FIXED_WORDS * rows :], rows, best.indices.shape[1])
         tokens.copy_(best.indices)
         scores.copy_(best.values)
 
-    def received(self, slots: int, rows: int, *, is_ranked: bool, is_root_read: bool) -> Callable[[int, int], Verified]:
+    def race(self, run_races: RunRaces, slots: int, rows: int) -> None:
+        """Run the races of the slots that draw."""
+        assert self._logits is not None
+        number, outcome = slots * rows, self._outcome.device
+        races = outcome[2 * number : FIXED_WORDS * number].view(number, RACE_WORDS)
+        run_races(self._logits[:number], outcome[:number], self.input.tensors(slots, rows).buffer, races)
+
+    def received(
+        self, slots: int, rows: int, *, is_raced: bool, is_ranked: bool, is_root_read: bool
+    ) -> Callable[[int, int], Verified]:
         """Start copying results to the host; return a function that reads the results of some rows.
 
         The function takes the index of the first row and the number of rows.
@@ -247,11 +291,13 @@ class _Buffers:
         assert self._logits is not None
         logits, number = self._logits, slots * rows
         k = min(MAX_RANKED, logits.shape[1]) if is_ranked else 0
-        end = number * (2 + k) + -(-number * k // 2)
+        end = number * (FIXED_WORDS + k if k or is_raced else 2) + -(-number * k // 2)
         self._outcome.fetch(end)
         roots = self._roots_on_host(slots, rows) if is_root_read else None
         tokens, finite = self._outcome.host[: 2 * number].view(2, number).numpy()
-        ranked, scores = (part.numpy() for part in rankings_in(self._outcome.host[2 * number :], number, k))
+        races = self._outcome.host[2 * number : FIXED_WORDS * number].numpy().view(RACE) if is_raced else None
+        first_ranked = FIXED_WORDS * number
+        ranked, scores = (part.numpy() for part in rankings_in(self._outcome.host[first_ranked:], number, k))
 
         def of_rows(first: int, number: int) -> Verified:
             used = slice(first, first + number)
@@ -259,8 +305,16 @@ class _Buffers:
             hidden = self._hidden[used].clone() if self._hidden is not None else None
             of_ranks = (ranked[used], scores[used]) if k else None
             root = None if roots is None else roots[first // rows]
-            best_part = tokens[used], finite[used]
-            return Verified(logits[used], hidden, argmax=best_part[0], finite=best_part[1], ranked=of_ranks, root=root)
+            race = None if races is None else races[used]
+            return Verified(
+                logits[used],
+                hidden,
+                argmax=tokens[used],
+                finite=finite[used],
+                ranked=of_ranks,
+                root=root,
+                races=race,
+            )
 
         return of_rows
 
@@ -272,6 +326,12 @@ class _Buffers:
         self._roots[:slots].copy_(logits.to(torch.float32, memory_format=torch.contiguous_format), non_blocking=True)
         found: Array = self._roots.numpy()
         return found
+
+
+def captured_in(runs: CapturedRuns[Shape, None], shape: Shape, run: Run | None) -> Run | None:
+    """Return the captured ``run`` for a shape, or ``run`` itself if it can't be captured."""
+    captured = runs.of_any(shape, run) if run else None
+    return captured.run if captured else run
 
 
 def rankings_in(words: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,9 @@ from hdtool.runtime.model import pass_inputs
 LOG2_E = tl.constexpr(1.4426950408889634)
 NODES = tl.constexpr(64)
 """Number of bits in a row's ancestor mask: the size of the largest tree."""
+MOVED_TO = tl.constexpr(pass_inputs.MOVED_TO)
 MOVED = tl.constexpr(pass_inputs.MOVED)
+MOVED_FROM = tl.constexpr(pass_inputs.MOVED_FROM)
 LEFT_OUT = tl.constexpr(pass_inputs.LEFT_OUT)
 LOWEST = tl.constexpr(-1e30)
 """Lower than the level of any split that has keys."""
@@ -411,11 +413,11 @@ def move_kernel(cache, input, step, layer_stride, slot_stride, head_stride, head
                 WIDTH: tl.constexpr, LOADED: tl.constexpr, MOVES: tl.constexpr):  # fmt: skip
     """Move the rows of a slot's accepted path to their final positions, in one head of a layer's keys or values."""
     part, slot = tl.program_id(0), tl.program_id(1)
-    number = tl.load(input + slot * step + 2)
+    number = tl.load(input + slot * step + MOVED)
     if number > 0:
         move = tl.arange(0, MOVES)
-        to = tl.load(input + slot * step + 1) + move
-        moved = tl.load(input + slot * step + 3 + move)
+        to = tl.load(input + slot * step + MOVED_TO) + move
+        moved = tl.load(input + slot * step + MOVED_FROM + move)
         inner = tl.arange(0, LOADED)
         used = (move < number)[:, None] & (inner < WIDTH)[None, :]
         cache += (part // heads).to(tl.int64) * layer_stride + slot.to(tl.int64) * slot_stride

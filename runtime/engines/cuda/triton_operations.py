@@ -10,6 +10,7 @@ import triton
 from hdtool.runtime.engines.cuda import triton_kernels
 from hdtool.runtime.engines.cuda.triton_kernels import padded
 from hdtool.runtime.engines.cuda.triton_mixers import TritonMixers
+from hdtool.runtime.engines.cuda.triton_races import run_races
 from hdtool.runtime.engines.reference.operations import Norm, Operations, centered
 from hdtool.runtime.model.pass_inputs import MOVES
 
@@ -66,6 +67,7 @@ class TritonOperations(Operations):
     """
 
     reads_extent = False
+    run_races = staticmethod(run_races)
 
     def __init__(self, device: torch.device) -> None:
         self._processors, self._capability = processor_of(device)
