@@ -299,7 +299,7 @@ class StepInput:
         self._words: npt.NDArray[np.int64] = self._buffer.host.numpy()
 
     def fill(self, slot: int, tree: DraftTree, rows: int, length: int) -> None:
-        """Write the tree that follows a slot's context of ``length`` tokens; discard the slot's last ``move`` and ``draw``."""
+        """Write the tree that follows a slot's context of ``length`` tokens; discard its last ``move`` and ``draw``."""
         _fill(self._words_of(slot, rows), tree.root, tree.tokens, tree.parents, rows, length)
 
     def move(self, slot: int, rows: int, start: int, path: Sequence[int]) -> None:

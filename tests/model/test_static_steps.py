@@ -16,6 +16,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.caches.kv_cache import MIN_EXTENT, KVTensors, LayerShape, extent_for
 from hdtool.runtime.core.engine_interface import PassOptions, Verified
 from hdtool.runtime.core.step import Finish
+from hdtool.runtime.core.top_k_top_p import DrawOptions
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.engines.capturable_pass import StepOutput
@@ -236,6 +237,24 @@ def test_a_pass_without_extents_has_one_capacity_and_its_steps_are_captured_at_o
     assert capture.recorded == recorded
     steps.prepared(cache, [bush(64)])
     assert capture.recorded == recorded + 1
+
+
+def test_races_that_a_device_cannot_run_are_left_to_the_logits_of_the_root() -> None:
+    def fails(*arguments: torch.Tensor) -> None:
+        raise RuntimeError("no compiler")
+
+    def runs(logits: torch.Tensor, best: torch.Tensor, step: torch.Tensor, races: torch.Tensor) -> None:
+        races.fill_(1)
+
+    options = [PassOptions(root=True, draws=DrawOptions(np.uint64(1), np.float32(1), 0, 1.0, 0.0)), PassOptions()]
+    for run_races in (None, fails, runs):
+        steps = StaticSteps(NoExtent(), Rehearsed(), CPU, run_races=run_races)
+        for number in (1, 2, 1):
+            start = steps.prepared(Target(model_of("llama")).allocate(2, 1000), [bush(1)] * number, options[:number])
+            assert start
+            for verified in start().results:
+                assert (verified.races is not None) == (run_races is runs)
+                assert (verified.root is None) == (run_races is runs)
 
 
 def test_steps_over_many_slots_share_the_buffers_of_the_largest_that_is_captured_ahead() -> None:

@@ -29,7 +29,7 @@ from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.engines.backend import RunningPass
 from hdtool.runtime.engines.capturable_pass import StepOutput, StepPass
 from hdtool.runtime.engines.captured.device_clock import DeviceClock
-from hdtool.runtime.engines.captured_functions import Capture, CapturedRun, CapturedRuns, Run, Shape
+from hdtool.runtime.engines.captured_functions import Capture, CapturedRun, CapturedRuns, Run
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import MAX_RANKED
 from hdtool.runtime.model.pass_inputs import StepInput, TransferBuffer
@@ -150,10 +150,9 @@ class StaticSteps:
                 slot.kv.settle()  # the step writes where the pending move would read
                 buffers.input.leave_out(place, rows)
 
-        draws = [each.draws if self._run_races else None for each in options]
-        for place, each in enumerate(draws):
-            if each:
-                buffers.input.draw(place, rows, *race_input(each))
+        for place, each in enumerate(options):
+            if each.draws:
+                buffers.input.draw(place, rows, *race_input(each.draws))
 
         def prepare_capture() -> None:
             for slot in slots:  # capturing runs the step, which would overwrite the accepted path
@@ -165,14 +164,23 @@ class StaticSteps:
         if step.run is None:
             return None
         rank: Run | None = partial(buffers.rank, number) if any(each.max_ranked for each in options) else None
-        race: Run | None = None
-        if self._run_races and any(draws):
-            race = partial(buffers.race, self._run_races, len(slots), rows)
-        if step.output is None:  # recurrent states stay in memory that another graph may overwrite
-            rank = captured_in(self._rankings, number, rank)
-            race = captured_in(self._races, (len(slots), rows), race)
-        is_root_read = any(each.root and not own for each, own in zip(options, draws, strict=True))
+        is_captured = step.output is None  # recurrent states stay in memory that another graph may overwrite
+        if rank and is_captured:
+            captured = self._rankings.of_any(number, rank)
+            rank = captured.run if captured else rank
+        has_draws = any(each.draws for each in options)
+        race = self._race(buffers, len(slots), rows, is_captured=is_captured) if has_draws else None
+        is_root_read = any(each.root and not (race and each.draws) for each in options)
         return lambda: self._run(step, rank, race, buffers, slots, trees, rows, is_root_read=is_root_read)
+
+    def _race(self, buffers: _Buffers, slots: int, rows: int, *, is_captured: bool) -> Run | None:
+        """Return a function that runs the races of a step, or None if the device can't, or failed to when captured."""
+        if self._run_races is None:
+            return None
+        race = partial(buffers.race, self._run_races, slots, rows)
+        captured = self._races.of_any((slots, rows), race)
+        run = captured.run if captured else None
+        return race if run and not is_captured else run
 
     def _buffers_for(self, rows: int) -> _Buffers:
         if not self._buffers or self._buffers[-1].rows < rows:
@@ -275,7 +283,7 @@ class _Buffers:
         scores.copy_(best.values)
 
     def race(self, run_races: RunRaces, slots: int, rows: int) -> None:
-        """Run the races of the slots that draw."""
+        """Run the races of the slots that draw, with their inputs in the buffer."""
         assert self._logits is not None
         number, outcome = slots * rows, self._outcome.device
         races = outcome[2 * number : FIXED_WORDS * number].view(number, RACE_WORDS)
@@ -295,9 +303,9 @@ class _Buffers:
         self._outcome.fetch(end)
         roots = self._roots_on_host(slots, rows) if is_root_read else None
         tokens, finite = self._outcome.host[: 2 * number].view(2, number).numpy()
-        races = self._outcome.host[2 * number : FIXED_WORDS * number].numpy().view(RACE) if is_raced else None
-        first_ranked = FIXED_WORDS * number
-        ranked, scores = (part.numpy() for part in rankings_in(self._outcome.host[first_ranked:], number, k))
+        races, rankings = self._outcome.host[2 * number :].tensor_split([RACE_WORDS * number])
+        raced = races.numpy().view(RACE) if is_raced else None
+        ranked, scores = (part.numpy() for part in rankings_in(rankings, number, k))
 
         def of_rows(first: int, number: int) -> Verified:
             used = slice(first, first + number)
@@ -305,16 +313,10 @@ class _Buffers:
             hidden = self._hidden[used].clone() if self._hidden is not None else None
             of_ranks = (ranked[used], scores[used]) if k else None
             root = None if roots is None else roots[first // rows]
-            race = None if races is None else races[used]
-            return Verified(
-                logits[used],
-                hidden,
-                argmax=tokens[used],
-                finite=finite[used],
-                ranked=of_ranks,
-                root=root,
-                races=race,
-            )
+            of_races = None if raced is None else raced[used]
+            found = Verified(logits[used], hidden, ranked=of_ranks, root=root, races=of_races)
+            found.argmax, found.finite = tokens[used], finite[used]
+            return found
 
         return of_rows
 
@@ -326,12 +328,6 @@ class _Buffers:
         self._roots[:slots].copy_(logits.to(torch.float32, memory_format=torch.contiguous_format), non_blocking=True)
         found: Array = self._roots.numpy()
         return found
-
-
-def captured_in(runs: CapturedRuns[Shape, None], shape: Shape, run: Run | None) -> Run | None:
-    """Return the captured ``run`` for a shape, or ``run`` itself if it can't be captured."""
-    captured = runs.of_any(shape, run) if run else None
-    return captured.run if captured else run
 
 
 def rankings_in(words: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
