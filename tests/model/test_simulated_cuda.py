@@ -421,7 +421,7 @@ def test_the_kernels_of_a_hybrids_step_are_bounded(home: Path) -> None:
             assert sum(kernels.values()) <= most <= 700, (name, kernels)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_captured_step_whose_draws_are_races_copies_in_and_out_and_waits_once(home: Path) -> None:
     pytest.importorskip("triton")
     answers = scenarios(home, "sampled", FIRST[0], module="device_kernels")["sampled"]
