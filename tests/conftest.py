@@ -30,6 +30,9 @@ FAMILIES = ("llama", "gemma2", "gpt2", "llama4")
 
 `make test` runs the first one and, by the name of a test, one of the others; `make test-long` a quarter of the rest.
 """
+RUN_MODELS = {"builders", "decoding", "drafters", "evaluation", "integrations", "model", "server"}
+"""Folders of slow tests: of many cases of one, `make test` runs every second, and `make test-long` the others."""
+MANY_CASES = 4
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -99,6 +102,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others: dict[str, list[pytest.Function]] = defaultdict(list)
     families: dict[str, list[pytest.Function]] = defaultdict(list)
     sampled: dict[tuple[str, int], list[pytest.Function]] = defaultdict(list)
+    daily: dict[str, list[pytest.Function]] = defaultdict(list)
     soon = _families_of_tests(items)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
@@ -112,6 +116,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 families[test].append(item)
             elif (mark := item.get_closest_marker("one_in")) and not is_long:
                 sampled[test, mark.args[0]].append(item)
+            elif not is_long and not item.get_closest_marker("exhaustive") and item.nodeid.split("/")[1] in RUN_MODELS:
+                daily[test].append(item)
     # The wheel and the script of GPU checks take longest: begun last, one worker would wait for the other.
     items.sort(key=lambda item: "project" not in item.path.parts)
     for test, cases in crossed.items():
@@ -126,6 +132,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, case in enumerate(cases, crc32(test.encode())):
             if number % step:
                 case.add_marker(pytest.mark.long if number % step == 1 else pytest.mark.exhaustive)
+    for cases in daily.values():
+        for case in cases[1::2] if len(cases) >= MANY_CASES else ():
+            case.add_marker(pytest.mark.long)
 
 
 def _families_of_tests(items: list[pytest.Item]) -> dict[str, set[str]]:
